@@ -1,0 +1,79 @@
+"""From a name, a folder or a model to a drafter with its weights."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jspec.drafters.ngram import ngram
+from jspec.drafters.small_model import small_model
+from jspec.models import Model, load
+from jspec.types import Drafter
+
+
+class Draft(NamedTuple):
+    """A drafter and its weights, ready to be used with one target.
+
+    Attributes:
+      drafter: the pure functions.  params: its weights, or None.
+      name: for tables and logs.
+      vocab_size: the target vocabulary it was made for, or None if any will do.
+    """
+
+    drafter: Drafter
+    params: Any = None
+    name: str = "drafter"
+    vocab_size: int | None = None
+
+
+def load_drafter(name: str | Model, target: Model, **options) -> Draft:
+    """A drafter for ``target``.
+
+    Args:
+      name: ``"ngram"``, a loaded ``Model``, or whatever ``jspec.load`` takes (an alias,
+        a folder, a file, a Hub id), which is then used as an independent small model.
+      target: the model it will draft for.
+      **options: passed to the drafter: ``gamma`` for all, ``longest``, ``shortest`` and
+        ``pick`` for ``ngram``.
+
+    Raises:
+      ValueError: a draft model with another tokenizer; options out of range.
+      TypeError: an option that the drafter does not have.
+    """
+    if name == "ngram":
+        return Draft(ngram(**options), name="ngram")
+    model = load(name, dtype=target.dtype) if isinstance(name, str) else name
+    check_same_tokens(model, target)
+    size = target.target.config.vocab_size
+    drafter = small_model(model.target, size, dtype=model.dtype, **options)
+    return Draft(drafter, model.params, model.name, size)
+
+
+def check_same_tokens(draft: Model, target: Model) -> None:
+    """Refuses a draft model whose ids mean other tokens than the target's.
+
+    Padded vocabulary rows may differ; the tokens may not.
+
+    Raises:
+      ValueError: naming both models and the first id that differs.
+    """
+    if draft.tokenizer is None or target.tokenizer is None:
+        small, large = draft.target.config.vocab_size, target.target.config.vocab_size
+        if small != large:
+            raise ValueError(
+                f"{draft.name} has a vocabulary of {small}, {target.name} of {large}, "
+                "and without tokenizers there is no telling whether ids agree"
+            )
+        return
+    ours, theirs = (_tokens_by_id(m.tokenizer) for m in (draft, target))
+    differing = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]
+    if differing:
+        i = min(differing)
+        raise ValueError(
+            f"{draft.name} cannot draft for {target.name}: id {i} is {ours.get(i)!r} in "
+            f"the first and {theirs.get(i)!r} in the second, and {len(differing) - 1} "
+            "more ids differ; choose a draft model with the target's tokenizer"
+        )
+
+
+def _tokens_by_id(tokenizer) -> dict[int, str]:
+    return {i: token for token, i in tokenizer.get_vocab().items()}

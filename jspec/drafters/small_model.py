@@ -1,0 +1,107 @@
+"""A separate, smaller language model as the drafter.
+
+Leviathan et al. 2211.17192, Chen et al. 2302.01318: the drafter samples a chain from its
+own law at the request's temperature; the block carries that law, so that the rule can
+judge the ratio.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jspec import sampling as smp
+from jspec.prefill import fill_cache
+from jspec.types import (
+    Array,
+    Context,
+    Drafter,
+    DraftShape,
+    Feedback,
+    Law,
+    Target,
+    chain,
+)
+
+
+@functools.cache
+def small_model(
+    model: Target, vocab_size: int, gamma: int = 4, chunk: int = 64, dtype=jnp.float32
+) -> Drafter:
+    """Drafts a chain with a language model of its own.
+
+    The state is the model's cache. Drafting appends the rows of its own guesses at
+    their final slots; the update then keeps the accepted ones by setting the length, so
+    nothing is computed twice. The last draft is fed too, though nothing is drawn from
+    it: after full acceptance its row is needed, and without the head it is cheap.
+
+    Args:
+      model: the drafting model's functions; its weights are the drafter's params.
+      vocab_size: the target's vocabulary. A draft vocabulary padded to another size is
+        cut or filled up to it.
+      gamma: tokens drafted a round.
+      chunk: prompt tokens scored at once.
+      dtype: of the drafter's cache.
+
+    Raises:
+      ValueError: if ``gamma < 1``.
+    """
+    if gamma < 1:
+        raise ValueError(f"gamma is {gamma}; a drafter needs at least 1")
+
+    def init(params, context: Context):
+        slots = context.tokens.shape[1] + gamma + 1
+        return fill_cache(
+            model,
+            params,
+            context.tokens,
+            context.length,
+            slots=slots,
+            chunk=chunk,
+            dtype=dtype,
+        )[0]
+
+    def propose(params, cache, key, context: Context):
+        at = jnp.maximum(context.length - 1, 0)[:, None]
+        token = jnp.take_along_axis(context.tokens, at, axis=1)[:, 0]
+        start, tokens, laws = cache.length, [token], []
+        for keys in _per_step(key, gamma):
+            logits, cache = _feed(model, params, cache, token)
+            law = smp.draft_law(_fit(logits[:, 0], vocab_size), context.sampling)
+            token = jax.vmap(smp.draw)(jax.vmap(jax.random.uniform)(keys), law)
+            tokens.append(token)
+            laws.append(law)
+        _, cache = _feed(model, params, cache, token, rows="none")
+        laws.append(jnp.zeros_like(laws[0]))
+        block = chain(jnp.stack(tokens, 1), law=Law(q=jnp.stack(laws, 1)))
+        return block, cache.rewind(start)
+
+    def update(params, cache, feedback: Feedback):
+        del params
+        return cache.rewind(cache.length + feedback.verdict.n_accept + 1)
+
+    shape = DraftShape(nodes=gamma + 1, depth=gamma, dense=True)
+    return Drafter(shape, init, propose, update)
+
+
+def _per_step(key: Array, gamma: int):
+    """One key a sequence for every draft: ``gamma`` arrays of shape ``[B]``."""
+    keys = jax.vmap(lambda k: jax.random.split(k, gamma))(key)
+    return [keys[:, i] for i in range(gamma)]
+
+
+def _feed(model: Target, params, cache, token: Array, rows="all"):
+    """Feeds one token a sequence: ``(logits [B, 1, V'], cache)``."""
+    out = model.score(params, cache, chain(token[:, None]), rows=rows)
+    root = jnp.zeros((token.shape[0], 1), jnp.int32)
+    return out.logits, cache.append(out.kv, root, jnp.ones_like(token))
+
+
+def _fit(logits: Array, vocab_size: int) -> Array:
+    """Draft logits over exactly the target's vocabulary; absent ids get no mass."""
+    missing = vocab_size - logits.shape[-1]
+    if missing <= 0:
+        return logits[:, :vocab_size]
+    return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)

@@ -1,0 +1,395 @@
+"""transformers' ``config.json`` <-> ``Config``.
+
+A supported ``model_type`` means what transformers' class of that name means by it; a
+key that asks for something else is an error, never a default.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jspec.models.config import Config, Rope
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
+ROPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+# What transformers takes when a config omits the key. Sizes are not defaulted but for
+# Gemma 3, whose published configs rely on them.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32768, "sliding_window": 4096},
+    "qwen3": {
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "head_dim": 128,
+    },
+    "gemma3_text": {
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    },
+}
+
+# Keys whose presence (not None, False, 0 or empty) changes what the model computes.
+_UNSUPPORTED = {
+    "quantization_config": "unquantised weights only",
+    "auto_map": "no remote code",
+    "num_local_experts": "dense MLPs only",
+    "num_experts": "dense MLPs only",
+    "n_routed_experts": "dense MLPs only",
+    "moe_intermediate_size": "dense MLPs only",
+    "num_experts_per_tok": "dense MLPs only",
+    "use_bidirectional_attention": "causal attention only",
+    "kv_lora_rank": "grouped-query attention only",
+    "pruned_heads": "whole layers only",
+    "add_cross_attention": "decoder-only models",
+    "is_encoder_decoder": "decoder-only models",
+    "per_layer_config": "equal layers only",
+}
+
+
+def config_from_hf(hf: dict) -> Config:
+    """A transformers config dict (``config.json``) as a ``Config``.
+
+    Model types: llama, mistral, qwen2, qwen3, gemma3_text, and gemma3 (its
+    ``text_config``). Both rope layouts are read: ``rope_parameters`` (transformers 5)
+    and ``rope_theta`` with ``rope_scaling`` (4).
+
+    Raises:
+      ValueError: a missing size, or a key whose value is not supported; the message
+        names the key, the value and what is supported.
+    """
+    _refuse(hf)
+    if hf.get("model_type") == "gemma3":
+        hf = _gemma3_text(hf)
+        _refuse(hf)
+    family = hf.get("model_type")
+    if family not in _DEFAULTS:
+        raise _unsupported("model_type", family, [*_DEFAULTS, "gemma3"])
+    hf = _DEFAULTS[family] | hf
+    heads = _need(hf, "num_attention_heads")
+    hidden = _need(hf, "hidden_size")
+    layers = _need(hf, "num_hidden_layers")
+    head_dim = hf.get("head_dim") or hidden // heads
+    bias = bool(hf.get("attention_bias"))
+    gemma = family == "gemma3_text"
+    kinds = _layer_kinds(hf, family, layers)
+    scalar = _need(hf, "query_pre_attn_scalar") if gemma else head_dim
+    return Config(
+        family=family,
+        vocab_size=_need(hf, "vocab_size"),
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        intermediate=_need(hf, "intermediate_size"),
+        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        zero_centred=gemma,
+        activation=_activation(hf),
+        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2" or (bias and family != "mistral"),
+        out_bias=bias and family not in ("qwen2", "mistral"),
+        mlp_bias=bool(hf.get("mlp_bias")) and family == "llama",
+        qk_norm=family in ("qwen3", "gemma3_text"),
+        sandwich_norm=gemma,
+        embed_scale=hidden**0.5 if gemma else 1.0,
+        query_scale=scalar**-0.5,
+        windows=_windows(hf, kinds),
+        ropes=_ropes(hf, family, kinds),
+        attn_softcap=hf.get("attn_logit_softcapping") if gemma else None,
+        final_softcap=hf.get("final_logit_softcapping") if gemma else None,
+        max_position=_need(hf, "max_position_embeddings"),
+        eos_ids=_ids(hf.get("eos_token_id")),
+        bos_id=next(iter(_ids(hf.get("bos_token_id"))), None),
+    )
+
+
+def config_to_hf(config: Config) -> dict:
+    """A dict that transformers loads as the same model (its 5.x key layout).
+
+    Raises:
+      ValueError: the config holds something its family cannot say in transformers.
+    """
+    gemma = config.family == "gemma3_text"
+    ropes = {_kind(w): r for w, r in zip(config.windows, config.ropes, strict=True)}
+    hf: dict[str, Any] = {
+        "architectures": [_CLASSES[config.family]],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden,
+        "intermediate_size": config.intermediate,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_activation" if gemma else "hidden_act": config.activation,
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.max_position,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": _one_or_list(config.eos_ids),
+    }
+    if config.family not in ("qwen2", "mistral"):
+        hf["attention_bias"] = config.qkv_bias
+    if config.family == "llama":
+        hf["mlp_bias"] = config.mlp_bias
+    if gemma:
+        hf["query_pre_attn_scalar"] = _whole(config.query_scale**-2)
+        hf["attn_logit_softcapping"] = config.attn_softcap
+        hf["final_logit_softcapping"] = config.final_softcap
+        hf["rope_parameters"] = {k: _rope_to_hf(r) for k, r in ropes.items()}
+    else:
+        hf["rope_parameters"] = _rope_to_hf(config.ropes[0])
+    window = next((w for w in config.windows if w is not None), None)
+    if config.family != "llama":
+        hf["sliding_window"] = window
+    if config.family in ("qwen2", "qwen3"):
+        hf["use_sliding_window"] = window is not None
+    if config.family in ("qwen2", "qwen3", "gemma3_text"):
+        hf["layer_types"] = [_kind(w) for w in config.windows]
+    _check_round_trip(config, hf)
+    return hf
+
+
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+
+
+def _unsupported(key: str, value: Any, supported: Any) -> ValueError:
+    if not isinstance(supported, str):
+        supported = ", ".join(map(str, supported))
+    return ValueError(f"config key {key} = {value!r} is not supported ({supported})")
+
+
+def _need(hf: dict, key: str) -> int:
+    if hf.get(key) is None:
+        raise ValueError(f"config lacks the key {key}")
+    return int(hf[key])
+
+
+def _refuse(hf: dict) -> None:
+    for key, supported in _UNSUPPORTED.items():
+        if hf.get(key):
+            raise _unsupported(key, hf[key], supported)
+    if hf.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise _unsupported("partial_rotary_factor", hf["partial_rotary_factor"], "1.0")
+
+
+def _gemma3_text(hf: dict) -> dict:
+    """The text part of a multimodal Gemma 3 config; the wrapper's token ids win."""
+    if not isinstance(hf.get("text_config"), dict):
+        raise ValueError("config of model_type gemma3 lacks the key text_config")
+    outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings")
+    text = hf["text_config"] | {k: hf[k] for k in outer if hf.get(k) is not None}
+    return text | {"model_type": text.get("model_type", "gemma3_text")}
+
+
+def _activation(hf: dict) -> str:
+    key = "hidden_activation" if hf["model_type"] == "gemma3_text" else "hidden_act"
+    name = hf.get(key, "silu")
+    if name not in ACTIVATIONS:
+        raise _unsupported(key, name, ACTIVATIONS)
+    return name
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+
+
+def _one_or_list(ids: tuple[int, ...]) -> Any:
+    return (ids[0] if len(ids) == 1 else list(ids)) if ids else None
+
+
+def _whole(x: float) -> float | int:
+    near = round(x)
+    return near if math.isclose(x, near, rel_tol=1e-9) else x
+
+
+# Layers: which slide.
+
+
+def _kind(window: int | None) -> str:
+    return "full_attention" if window is None else "sliding_attention"
+
+
+def _layer_kinds(hf: dict, family: str, layers: int) -> list[str]:
+    """Per layer ``full_attention`` or ``sliding_attention``."""
+    slides: Callable[[int], bool] = {
+        "llama": lambda i: False,
+        "mistral": lambda i: hf.get("sliding_window") is not None,
+        "qwen2": lambda i: _qwen_slides(hf, i),
+        "qwen3": lambda i: _qwen_slides(hf, i),
+        "gemma3_text": lambda i: (i + 1) % hf.get("sliding_window_pattern", 6) != 0,
+    }[family]
+    implied = ["sliding_attention" if slides(i) else "full_attention" for i in range(layers)]
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        return implied
+    if len(kinds) != layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {layers} layers")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise _unsupported(
+                "layer_types", kind, "full_attention, sliding_attention"
+            )
+    if family in ("llama", "mistral") and kinds != implied:
+        raise _unsupported("layer_types", kinds, f"{family} has equal layers")
+    return list(kinds)
+
+
+def _qwen_slides(hf: dict, layer: int) -> bool:
+    window = hf.get("use_sliding_window") and hf.get("sliding_window") is not None
+    return bool(window) and layer >= hf.get("max_window_layers", 28)
+
+
+def _windows(hf: dict, kinds: list[str]) -> tuple[int | None, ...]:
+    window = hf.get("sliding_window")
+    if hf["model_type"] in ("qwen2", "qwen3") and not hf.get("use_sliding_window"):
+        window = None
+    if window is None and "sliding_attention" in kinds:
+        raise ValueError(
+            "layer_types has sliding_attention layers but the config gives no window "
+            "(sliding_window, and use_sliding_window for Qwen)"
+        )
+    return tuple(window if k == "sliding_attention" else None for k in kinds)
+
+
+# Rotary embedding.
+
+
+def _ropes(hf: dict, family: str, kinds: list[str]) -> tuple[Rope, ...]:
+    if family == "gemma3_text":
+        both = _gemma_rope_settings(hf)
+        by_kind = {k: _rope(hf, both[k]) for k in set(kinds)}
+        return tuple(by_kind[k] for k in kinds)
+    settings = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    settings.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
+    return (_rope(hf, settings),) * len(kinds)
+
+
+def _gemma_rope_settings(hf: dict) -> dict[str, dict]:
+    """Full layers have a large base and take the scaling; sliding layers neither."""
+    new = hf.get("rope_parameters") or {}
+    full = dict(new.get("full_attention") or {}) | dict(hf.get("rope_scaling") or {})
+    sliding = dict(new.get("sliding_attention") or {})
+    full.setdefault("rope_theta", hf.get("rope_theta", 1_000_000.0))
+    sliding.setdefault("rope_theta", hf.get("rope_local_base_freq", 10_000.0))
+    return {"full_attention": full, "sliding_attention": sliding}
+
+
+def _rope(hf: dict, settings: dict) -> Rope:
+    kind = settings.get("rope_type", settings.get("type")) or "default"
+    if kind not in ROPES:
+        raise _unsupported("rope_type", kind, ROPES)
+    if settings.get("mrope_section"):
+        raise _unsupported("mrope_section", settings["mrope_section"], "text only")
+    if settings.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise _unsupported(
+            "partial_rotary_factor", settings["partial_rotary_factor"], "1.0"
+        )
+    theta = float(settings["rope_theta"])
+    if kind == "default":
+        return Rope(theta=theta)
+    longest = int(hf["max_position_embeddings"])
+    original = int(
+        hf.get("original_max_position_embeddings")
+        or settings.get("original_max_position_embeddings")
+        or longest
+    )
+    if kind == "linear":
+        return Rope(theta, "linear", _factor(settings, kind))
+    if kind == "dynamic":
+        return Rope(theta, "dynamic", _factor(settings, kind), longest)
+    if kind == "llama3":
+        return Rope(
+            theta,
+            "llama3",
+            _factor(settings, kind),
+            original,
+            low_freq=_factor(settings, kind, "low_freq_factor"),
+            high_freq=_factor(settings, kind, "high_freq_factor"),
+        )
+    if settings.get("factor") is None:
+        settings = settings | {"factor": longest / original}
+    return Rope(
+        theta,
+        "yarn",
+        _factor(settings, kind),
+        original,
+        beta_fast=float(settings.get("beta_fast") or 32),
+        beta_slow=float(settings.get("beta_slow") or 1),
+        attention_factor=_yarn_attention(settings),
+        truncate=bool(settings.get("truncate", True)),
+    )
+
+
+def _factor(settings: dict, kind: str, key: str = "factor") -> float:
+    if settings.get(key) is None:
+        raise ValueError(f"rope type {kind} needs the key {key}")
+    return float(settings[key])
+
+
+def _yarn_attention(settings: dict) -> float:
+    """Factor on cos and sin; YaRN (arXiv 2309.00071) eq. 22, DeepSeek's mscale pair."""
+    if settings.get("attention_factor") is not None:
+        return float(settings["attention_factor"])
+    factor = settings["factor"]
+
+    def mscale(m: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
+
+    m, m_all = settings.get("mscale"), settings.get("mscale_all_dim")
+    return mscale(m) / mscale(m_all) if m and m_all else mscale(1.0)
+
+
+def _rope_to_hf(rope: Rope) -> dict:
+    out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    if rope.kind != "default":
+        out["factor"] = rope.factor
+    if rope.kind in ("llama3", "yarn"):
+        out["original_max_position_embeddings"] = rope.original
+    if rope.kind == "llama3":
+        out |= {"low_freq_factor": rope.low_freq, "high_freq_factor": rope.high_freq}
+    if rope.kind == "yarn":
+        out |= {
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "attention_factor": rope.attention_factor,
+            "truncate": rope.truncate,
+        }
+    return out
+
+
+def _check_round_trip(config: Config, hf: dict) -> None:
+    """A config that its family cannot express must not be written as something else."""
+    back = config_from_hf(hf)
+    for field in config.__dataclass_fields__:
+        ours, theirs = getattr(config, field), getattr(back, field)
+        same = (
+            math.isclose(ours, theirs, rel_tol=1e-6)
+            if isinstance(ours, float) and isinstance(theirs, float)
+            else ours == theirs
+        )
+        if not same:
+            raise ValueError(
+                f"a {config.family} config of transformers cannot say {field} = {ours!r}"
+            )

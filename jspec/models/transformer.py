@@ -1,0 +1,254 @@
+"""One transformer for Llama, SmolLM2, Mistral, Qwen2, Qwen3 and Gemma 3.
+
+Weights are nested dataclasses, layers are functions. Projections that read the same
+input are stored as one array, grouped so that every kv head's slice is contiguous:
+fewer products a step, and a tensor-parallel mesh can still split the kv heads.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jspec import cache as kv_cache
+from jspec import tree
+from jspec.cache import KV, KVCache
+from jspec.models import rope
+from jspec.models.config import Config
+from jspec.pallas import block_attention
+from jspec.types import Array, Block, Scores, Target
+
+
+@struct.dataclass
+class Layer:
+    """Weights of one layer; products are stored ``[out, in]``. G = H / K.
+
+    Attributes:
+      qkv: ``[K, G + 2, D, M]``; per kv head its queries, its key, its value.
+      out: ``[M, H * D]``.  gate_up: ``[2, I, M]``.  down: ``[M, I]``.
+      attn_norm, mlp_norm: ``[M]`` before attention and MLP.
+      attn_post_norm, mlp_post_norm: ``[M]`` after them, or None.
+      q_norm, k_norm: ``[D]`` or None.
+      qkv_bias ``[K, G + 2, D]``, out_bias ``[M]``, gate_up_bias ``[2, I]``,
+      down_bias ``[M]``: or None.
+    """
+
+    qkv: Array
+    out: Array
+    gate_up: Array
+    down: Array
+    attn_norm: Array
+    mlp_norm: Array
+    attn_post_norm: Array | None = None
+    mlp_post_norm: Array | None = None
+    q_norm: Array | None = None
+    k_norm: Array | None = None
+    qkv_bias: Array | None = None
+    out_bias: Array | None = None
+    gate_up_bias: Array | None = None
+    down_bias: Array | None = None
+
+
+@struct.dataclass
+class Weights:
+    """A model's weights: ``embed [V, M]``, layers, ``final_norm [M]``, ``head [V, M]``.
+
+    ``head`` is None when it is the embedding.
+    """
+
+    embed: Array
+    layers: tuple[Layer, ...]
+    final_norm: Array
+    head: Array | None = None
+
+
+@functools.cache
+def target(config: Config) -> Target:
+    """The pure functions of a model; equal configs give the same object."""
+    return Target(
+        config=config,
+        init_cache=functools.partial(_init_cache, config),
+        score=functools.partial(score, config),
+    )
+
+
+def _init_cache(config: Config, batch: int, slots: int, dtype=jnp.float32) -> KVCache:
+    return kv_cache.init(
+        config.layers, batch, config.kv_heads, config.head_dim, slots, dtype
+    )
+
+
+def score(
+    config: Config,
+    params: Weights,
+    cache: KVCache,
+    block: Block,
+    *,
+    taps: tuple[int, ...] = (),
+    rows="all",
+) -> Scores:
+    """One forward over a block; the cache is only read. See ``types.Target``.
+
+    Node ``i`` stands at position ``cache.length + depth(i)`` and sees the cached prefix
+    and its ancestors.
+    """
+    mask = tree.ancestors(block.parent)
+    position = cache.length[:, None] + tree.depth(mask)
+    turns = {r: rope.turns(r, config.head_dim, position) for r in set(config.ropes)}
+
+    x = params.embed[block.token]
+    if config.embed_scale != 1.0:
+        x = x * jnp.asarray(config.embed_scale, x.dtype)
+    streams, ks, vs = {0: x}, [], []
+    for i, layer in enumerate(params.layers):
+        x, k, v = _layer(
+            config, layer, x, cache, i, mask, turns[config.ropes[i]], config.windows[i]
+        )
+        ks.append(k)
+        vs.append(v)
+        streams[i + 1] = x
+    x = rms_norm(x, params.final_norm, config)
+    streams[-1] = x
+    features = None
+    if taps:
+        features = jnp.concatenate([streams[t] for t in taps], -1)
+    return Scores(
+        logits=_logits(config, params, _pick(x, rows)),
+        kv=KV(tuple(ks), tuple(vs)),
+        features=features,
+    )
+
+
+def _pick(x: Array, rows) -> Array:
+    """The rows of ``x [B, N, M]`` whose logits are wanted."""
+    if isinstance(rows, str):
+        return {"all": x, "none": x[:, :0]}[rows]
+    return jnp.take_along_axis(x, rows[:, None, None], axis=1)
+
+
+def _logits(config: Config, params: Weights, x: Array) -> Array:
+    head = params.embed if params.head is None else params.head
+    logits = linear(x, head).astype(jnp.float32)
+    if config.final_softcap is not None:
+        logits = config.final_softcap * jnp.tanh(logits / config.final_softcap)
+    if head.shape[0] > config.vocab_size:
+        real = jnp.arange(head.shape[0]) < config.vocab_size
+        logits = jnp.where(real, logits, -jnp.inf)
+    return logits
+
+
+def _layer(config, layer: Layer, x, cache: KVCache, i: int, mask, turn, window):
+    h = rms_norm(x, layer.attn_norm, config)
+    q, k, v = _qkv(config, layer, h)
+    q, k = rope.rotate(q, turn), rope.rotate(k, turn)
+    a = block_attention(
+        q,
+        cache.k[i],
+        cache.v[i],
+        cache.length,
+        k.astype(cache.k[i].dtype),
+        v.astype(cache.v[i].dtype),
+        mask,
+        scale=config.query_scale,
+        window=window,
+        softcap=config.attn_softcap,
+    ).astype(x.dtype)
+    a = linear(a.reshape(*a.shape[:2], -1), layer.out, layer.out_bias)
+    x = x + _maybe_norm(a, layer.attn_post_norm, config)
+    h = rms_norm(x, layer.mlp_norm, config)
+    return x + _maybe_norm(_mlp(config, layer, h), layer.mlp_post_norm, config), k, v
+
+
+def _qkv(config: Config, layer: Layer, h: Array):
+    """``q [B, N, H, D]``, ``k`` and ``v [B, N, K, D]`` before rotation."""
+    kv_heads, per_head, dim, _ = layer.qkv.shape
+    bias = None if layer.qkv_bias is None else layer.qkv_bias.reshape(-1)
+    flat = linear(h, layer.qkv.reshape(kv_heads * per_head * dim, -1), bias)
+    qkv = flat.reshape(*h.shape[:2], kv_heads, per_head, dim)
+    q = qkv[..., :-2, :].reshape(*h.shape[:2], config.heads, dim)
+    k, v = qkv[..., -2, :], qkv[..., -1, :]
+    if config.qk_norm:
+        q, k = rms_norm(q, layer.q_norm, config), rms_norm(k, layer.k_norm, config)
+    return q, k, v
+
+
+def _mlp(config: Config, layer: Layer, h: Array) -> Array:
+    _, wide, _ = layer.gate_up.shape
+    bias = None if layer.gate_up_bias is None else layer.gate_up_bias.reshape(-1)
+    both = linear(h, layer.gate_up.reshape(2 * wide, -1), bias)
+    gate, up = both[..., :wide], both[..., wide:]
+    return linear(ACTIVATIONS[config.activation](gate) * up, layer.down, layer.down_bias)
+
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+def linear(x: Array, w: Array, bias: Array | None = None) -> Array:
+    """``x [..., I] @ w.T`` with ``w [O, I]``.
+
+    Written as ``(w @ x.T).T``: with few rows this is the form that XLA:CPU turns into a
+    matrix-vector product at full bandwidth on every supported JAX.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    y = lax.dot_general(w, flat, (((1,), (1,)), ((), ()))).T
+    y = y.reshape(*x.shape[:-1], w.shape[0])
+    return y if bias is None else y + bias
+
+
+def rms_norm(x: Array, weight: Array, config: Config) -> Array:
+    """RMSNorm over the last axis, computed in float32."""
+    h = x.astype(jnp.float32)
+    h = h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + config.norm_eps)
+    w = weight.astype(jnp.float32)
+    return (h * (1.0 + w if config.zero_centred else w)).astype(x.dtype)
+
+
+def _maybe_norm(x: Array, weight: Array | None, config: Config) -> Array:
+    return x if weight is None else rms_norm(x, weight, config)
+
+
+def init(config: Config, key: Array, dtype=jnp.float32, scale: float = 0.02) -> Weights:
+    """Random weights (normal, ``scale``; norms at their neutral value)."""
+    k, g, d, m = config.kv_heads, config.heads // config.kv_heads, config.head_dim, config.hidden
+    neutral = 0.0 if config.zero_centred else 1.0
+
+    def normal(key, *shape):
+        return scale * jax.random.normal(key, shape, dtype)
+
+    def norm(size):
+        return jnp.full(size, neutral, dtype)
+
+    def layer(key):
+        ks = jax.random.split(key, 8)
+        return Layer(
+            qkv=normal(ks[0], k, g + 2, d, m),
+            out=normal(ks[1], m, config.heads * d),
+            gate_up=normal(ks[2], 2, config.intermediate, m),
+            down=normal(ks[3], m, config.intermediate),
+            attn_norm=norm(m),
+            mlp_norm=norm(m),
+            attn_post_norm=norm(m) if config.sandwich_norm else None,
+            mlp_post_norm=norm(m) if config.sandwich_norm else None,
+            q_norm=norm(d) if config.qk_norm else None,
+            k_norm=norm(d) if config.qk_norm else None,
+            qkv_bias=normal(ks[4], k, g + 2, d) if config.qkv_bias else None,
+            out_bias=normal(ks[5], m) if config.out_bias else None,
+            gate_up_bias=normal(ks[6], 2, config.intermediate) if config.mlp_bias else None,
+            down_bias=normal(ks[7], m) if config.mlp_bias else None,
+        )
+
+    k_embed, k_head, *k_layers = jax.random.split(key, config.layers + 2)
+    return Weights(
+        embed=normal(k_embed, config.vocab_size, m),
+        layers=tuple(layer(kl) for kl in k_layers),
+        final_norm=norm(m),
+        head=None if config.tie_embeddings else normal(k_head, config.vocab_size, m),
+    )

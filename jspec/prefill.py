@@ -1,0 +1,74 @@
+"""Filling a cache from prompts, in chunks: the same score and append as decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.types import Array, Target, chain
+
+
+def fill_cache(
+    model: Target,
+    params: Any,
+    tokens: Array,
+    length: Array,
+    *,
+    slots: int,
+    chunk: int = 64,
+    taps: tuple[int, ...] = (),
+    dtype=jnp.float32,
+) -> tuple[Any, Array | None]:
+    """Scores all committed tokens but the pending one.
+
+    Args:
+      model, params: who scores.
+      tokens: ``[B, T]`` int32, left-aligned.
+      length: ``[B]`` int32 committed tokens; the last of them stays out of the cache.
+      slots: capacity of the returned cache.
+      chunk: tokens scored at once.
+      taps: as in ``Target.score``.
+      dtype: of the cache.
+
+    Returns:
+      ``(cache, features [B, T, F])``; features are None without taps, and zero from the
+      pending token on.
+    """
+    batch, width = tokens.shape
+    padded = jnp.pad(tokens, ((0, 0), (0, -width % chunk)))
+    path = jnp.broadcast_to(jnp.arange(chunk), (batch, chunk))
+    # A chunk writes all its rows at `length`: room for one more, cropped afterwards.
+    cache = model.init_cache(batch, slots + chunk, dtype)
+    features = _no_features(model, params, cache, padded, taps)
+
+    def score_chunk(i, carry):
+        cache, features = carry
+        at = i * chunk
+        block = chain(
+            lax.dynamic_slice_in_dim(padded, at, chunk, axis=1),
+            live=at + jnp.arange(chunk) < length[:, None] - 1,
+        )
+        out = model.score(params, cache, block, taps=taps, rows="none")
+        cache = cache.append(out.kv, path, jnp.clip(length - 1 - at, 0, chunk))
+        if taps:
+            new = jnp.where(block.live[..., None], out.features, 0)
+            features = lax.dynamic_update_slice_in_dim(features, new, at, axis=1)
+        return cache, features
+
+    chunks = (jnp.max(length) - 1 + chunk - 1) // chunk
+    cache, features = lax.fori_loop(0, chunks, score_chunk, (cache, features))
+    if taps:
+        features = features[:, :width]
+    return cache.crop(slots), features
+
+
+def _no_features(model: Target, params, cache, tokens: Array, taps):
+    """Zeros in the shape of the features of ``tokens [B, T]``, or None."""
+    if not taps:
+        return None
+    block = chain(tokens[:, :1])
+    one = jax.eval_shape(lambda: model.score(params, cache, block, taps=taps)).features
+    return jnp.zeros((*tokens.shape, one.shape[-1]), one.dtype)
