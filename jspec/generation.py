@@ -143,11 +143,11 @@ class Request:
             dtype=self.model.dtype,
         )
 
-    def run(self, state: State, rounds: int) -> State:
+    def run(self, state: State, rounds: jax.Array) -> State:
         return decode.run(
             self.params,
             state,
-            jnp.int32(rounds),
+            rounds,
             target=self.model.target,
             drafter=self.draft.drafter,
             rule=self.rule,
@@ -286,7 +286,7 @@ class Stream:
         detok = [Detokenizer(tokenizer, request.stop) for _ in request.prompts]
         given = [len(p) for p in request.prompts]
         seconds = 0.0
-        rounds = self._rounds or (BURST if request.stop else request.slots)
+        rounds = jnp.int32(self._rounds or (BURST if request.stop else request.slots))
         while True:
             start = time.perf_counter()
             state = jax.block_until_ready(request.run(state, rounds))

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jspec import tree
 from jspec.sampling import draw
 from jspec.types import Array, Block, Law, Noise, Verdict
 
@@ -226,9 +225,8 @@ def deepest(block: Block, chosen: Array, score: Array | None = None) -> Array:
 
     Among equally deep ones the first, or the first with the largest ``score [N]``.
     """
-    mask = tree.ancestors(block.parent)
-    whole = jnp.all(chosen | ~mask | (block.parent < 0), -1)
-    depth = jnp.where(whole, tree.depth(mask), -1)
+    lost = path_sum(block, 1 - chosen.astype(jnp.int32))
+    depth = jnp.where(lost == 0, _depth(block), -1)
     if score is not None:
         score = jnp.where(depth == jnp.max(depth), score, -jnp.inf)
     return jnp.argmax(depth if score is None else score).astype(jnp.int32)
@@ -236,15 +234,33 @@ def deepest(block: Block, chosen: Array, score: Array | None = None) -> Array:
 
 def path_sum(block: Block, value: Array) -> Array:
     """Sum of ``value [N]`` over every node and its ancestors but the root, ``[N]``."""
-    mask = tree.ancestors(block.parent) & (block.parent >= 0)
-    return jnp.sum(jnp.where(mask, value, 0), -1)
+    total = jnp.where(block.parent < 0, 0, value)
+    for up in _jumps(block):
+        total += total[up]
+    return total
 
 
 def verdict(block: Block, node: Array, next_token: Array) -> Verdict:
     """The verdict that ends at ``node`` and adds ``next_token``."""
-    mask = tree.ancestors(block.parent)
-    return Verdict(
-        path=tree.path_to(mask, node),
-        n_accept=tree.depth(mask)[node],
-        next_token=next_token.astype(jnp.int32),
-    )
+    n_accept = _depth(block)[node]
+    height = n_accept - jnp.arange(block.parent.shape[0], dtype=jnp.int32)
+    path = jnp.full_like(height, node)
+    for k, up in enumerate(_jumps(block)):
+        path = jnp.where((height >> k) & 1 == 1, up[path], path)
+    path = jnp.where(height >= 0, path, -1)
+    return Verdict(path, n_accept, next_token.astype(jnp.int32))
+
+
+def _depth(block: Block) -> Array:
+    return path_sum(block, jnp.ones_like(block.parent))
+
+
+def _jumps(block: Block) -> list[Array]:
+    """``[N]`` arrays of every node's ancestor 1, 2, 4, ... levels up, at most the root.
+
+    Enough for any depth below N: log2(N) gathers replace N dependent steps.
+    """
+    up = [parent(block)]
+    while 2 ** len(up) < block.parent.shape[0]:
+        up.append(up[-1][up[-1]])
+    return up

@@ -6,6 +6,8 @@ they trade likeness to the target for longer accepted paths.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -62,7 +64,7 @@ def lenient(factor: float) -> Rule:
         q = block.law.q
         if q is None:
             q = jax.nn.one_hot(jnp.roll(block.token, -1), target.p.shape[-1])
-        law = block.law.replace(q=factor * q)
+        law = dataclasses.replace(block.law, q=factor * q)
         return verify.token(noise, block.replace(law=law), target)
 
     return rule

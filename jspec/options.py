@@ -71,21 +71,18 @@ def _not_negative(x: float) -> bool:
     return 0 <= x < math.inf
 
 
+_COUNT = _Number(0, int, _not_negative, "[0, inf); 0 turns it off")
+_PENALTY = _Number(0.0, float, math.isfinite, "(-inf, inf); 0 turns it off")
+_FACTOR = _Number(1.0, float, lambda x: 0 < x < math.inf, "(0, inf); 1 turns it off")
 _NUMBERS = {
     "temperature": _Number(0.0, float, _not_negative, "[0, inf); 0 is greedy"),
-    "top_k": _Number(0, int, _not_negative, "[0, inf); 0 turns it off"),
+    "top_k": _COUNT,
     "top_p": _Number(1.0, float, lambda x: 0 < x <= 1, "(0, 1]; 1 turns it off"),
     "min_p": _Number(0.0, float, lambda x: 0 <= x <= 1, "[0, 1]; 0 turns it off"),
-    "repetition_penalty": _Number(
-        1.0, float, lambda x: 0 < x < math.inf, "(0, inf); 1 turns it off"
-    ),
-    "presence_penalty": _Number(
-        0.0, float, math.isfinite, "(-inf, inf); 0 turns it off"
-    ),
-    "frequency_penalty": _Number(
-        0.0, float, math.isfinite, "(-inf, inf); 0 turns it off"
-    ),
-    "min_new_tokens": _Number(0, int, _not_negative, "[0, inf); 0 turns it off"),
+    "repetition_penalty": _FACTOR,
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "min_new_tokens": _COUNT,
     "seed": _Number(0, int, lambda x: 0 <= x < 2**64, "[0, 2**64)"),
 }
 
@@ -191,11 +188,9 @@ def _number(name: str, value: Any, row: int | None) -> Any:
     if value is None:
         return default
     number = _integer(value) if kind is int else _float32(value)
-    if number is None:
+    if number is None or not valid(number):
         noun = "an integer" if kind is int else "a number"
         raise ValueError(f"{_at(name, value, row)} must be {noun} in {allowed}")
-    if not valid(number):
-        raise ValueError(f"{_at(name, value, row)} is outside {allowed}")
     return number
 
 

@@ -159,72 +159,81 @@ def draft_law(logits: Array, sampling: Sampling) -> Array:
 
 
 def _soften(z: Array, s: Sampling) -> Array:
-    """Temperature, top-k, top-p, min-p, softmax; greedy rows get any law."""
+    """Temperature, top-k, top-p, min-p, softmax; greedy rows get any law.
+
+    Top-k and top-p are found as the least logit that stays. Logits are compared as they
+    came, undivided: XLA may fuse a division into what follows and round it otherwise
+    there, and then a maximum is not equal to itself.
+    """
     warm = s.temperature > 0
     # Below 1e-30 the quotient could overflow, and long before it the law is one-hot.
-    scale = jnp.where(warm, jnp.maximum(s.temperature, 1e-30), 1.0)
-    z = z / scale[:, None, None]
+    scale = jnp.where(warm, jnp.maximum(s.temperature, 1e-30), 1.0)[:, None, None]
+    top = jnp.max(z, -1, keepdims=True)
+
+    def weigh(z: Array) -> Array:
+        """Probabilities but for their norm; 1 for the most probable token."""
+        return jnp.exp((z - top) / scale)
+
     k = jnp.where(warm, s.top_k, 0)[:, None]
     mass = jnp.where(warm, s.top_p, 1.0)[:, None]
-    top = jnp.max(z, -1)
-    off = jnp.full_like(top, -jnp.inf), jnp.zeros_like(top, jnp.int32)
-    cut = jnp.any((k > 0) | (mass < 1))
-    edge, first = lax.cond(cut, lambda: _truncate(z, top, k, mass), lambda: off)
-    early = jnp.arange(z.shape[-1]) < first[..., None]
-    drop = (z < edge[..., None]) | ((z == edge[..., None]) & early)
-    weight = jnp.where(drop, 0.0, _weight(z, top))
+    edge, last = lax.cond(
+        jnp.any((k > 0) | (mass < 1)),
+        lambda: _truncate(z, weigh, k, mass),
+        lambda: _whole(z),
+    )
+    late = jnp.arange(z.shape[-1]) > last[..., None]
+    drop = (z < edge[..., None]) | ((z == edge[..., None]) & late)
+    weight = jnp.where(drop, 0.0, weigh(z))
     weight = jnp.where(weight < s.min_p[:, None, None], 0.0, weight)
     return weight / jnp.sum(weight, -1, keepdims=True)
 
 
-def _weight(z: Array, top: Array) -> Array:
-    """Probabilities but for their norm."""
-    return jnp.exp(z - top[..., None])
+def _whole(z: Array) -> tuple[Array, Array]:
+    """Least value and last id of a row that is not cut, ``[B, N]``."""
+    least = jnp.full(z.shape[:-1], -jnp.inf)
+    return least, jnp.full(z.shape[:-1], z.shape[-1], jnp.int32)
 
 
-def _truncate(z: Array, top: Array, k: Array, mass: Array) -> tuple[Array, Array]:
+def _truncate(z: Array, weigh: Callable, k: Array, mass: Array) -> tuple[Array, Array]:
     """What top-k (0 = off) followed by top-p (1 = off) keeps of ``z [B, N, V]``.
 
     Top-k keeps all ties with the k-th value. Top-p keeps the smallest set of most
     probable tokens with a sum of at least ``mass``, and one token in any case; of those
-    that tie at its edge the higher ids, as after transformers' ascending sort.
+    that tie at its edge the lower ids (transformers keeps as many, in no fixed order).
 
     Returns:
-      ``[B, N]`` the least value that is kept, and the first id kept of those with it.
+      ``[B, N]`` the least value that is kept, and the last id kept of those with it.
     """
     few = _candidates(z)
+    nothing, whole = _whole(z)
 
-    def by_count():
+    def by_count() -> Array:
         kth = _threshold(z, few, jnp.ones_like, k.astype(jnp.float32))
-        return jnp.where(k > 0, kth, -jnp.inf)
+        return jnp.where(k > 0, kth, nothing)
 
-    def by_mass():
-        def weight(z):
-            return jnp.where(z < kth[..., None], 0.0, _weight(z, top))
+    kth = lax.cond(jnp.any(k > 0), by_count, lambda: nothing)
 
-        total = jnp.sum(weight(z), -1)
-        wanted = jnp.where(mass < 1, mass * total, 0.0)
-        least = _threshold(z, few, weight, wanted)
-        tie = z == least[..., None]
-        n_tie = jnp.sum(tie, -1, dtype=jnp.float32)
-        above = jnp.sum(jnp.where(z > least[..., None], weight(z), 0.0), -1)
-        each = jnp.exp(least - top)
+    def kept(z: Array) -> Array:
+        return jnp.where(z < kth[..., None], 0.0, weigh(z))
+
+    def by_mass() -> tuple[Array, Array]:
+        wanted = jnp.where(mass < 1, mass * jnp.sum(kept(z), -1), 0.0)
+        least = _threshold(z, few, kept, wanted)
+        above = jnp.sum(jnp.where(z > least[..., None], kept(z), 0.0), -1)
+        tie = (z == least[..., None]).astype(jnp.float32)
+        n_tie, each = jnp.sum(tie, -1), kept(least[..., None])[..., 0]
         n_keep = jnp.clip(jnp.ceil((wanted - above) / each), 1, n_tie)
-        n_drop = jnp.where(mass < 1, n_tie - n_keep, 0.0)
+        split = (mass < 1) & (n_keep < n_tie)
 
-        def split():
-            # The tie with quantile (n_drop + 1/2) / n_tie is the first to stay.
+        def last_tie() -> Array:
+            # It holds the quantile (n_keep - 1/2) / n_tie of the uniform law of ties.
             pick = jnp.vectorize(draw, signature="(),(v)->()")
-            return pick((n_drop + 0.5) / n_tie, tie.astype(jnp.float32))
+            return pick((n_keep - 0.5) / n_tie, tie)
 
-        none = jnp.zeros_like(n_drop, jnp.int32)
-        first = lax.cond(jnp.any(n_drop > 0), split, lambda: none)
-        return jnp.where(mass < 1, least, kth), jnp.where(n_drop > 0, first, 0)
+        last = lax.cond(jnp.any(split), last_tie, lambda: whole)
+        return jnp.where(mass < 1, least, kth), jnp.where(split, last, whole)
 
-    off = jnp.full_like(top, -jnp.inf)
-    kth = lax.cond(jnp.any(k > 0), by_count, lambda: off)
-    none = jnp.zeros_like(top, jnp.int32)
-    return lax.cond(jnp.any(mass < 1), by_mass, lambda: (kth, none))
+    return lax.cond(jnp.any(mass < 1), by_mass, lambda: (kth, whole))
 
 
 def _candidates(z: Array) -> tuple[Array, Array]:
@@ -240,21 +249,21 @@ def _candidates(z: Array) -> tuple[Array, Array]:
 
 
 def _threshold(
-    z: Array, few: tuple[Array, Array], weight: Callable, wanted: Array
+    z: Array, few: tuple[Array, Array], weigh: Callable, wanted: Array
 ) -> Array:
-    """Least value ``t [...]`` of ``z [..., V]`` with ``sum(weight(z)[z > t]) < wanted``.
+    """Least value ``t [...]`` of ``z [..., V]`` with ``sum(weigh(z)[z > t]) < wanted``.
 
     Where the candidates above their floor weigh enough, they alone are searched.
     """
     value, floor = few
-    light = weight(value)
+    light = weigh(value)
     heavy = jnp.sum(jnp.where(value > floor[..., None], light, 0.0), -1)
     enough = heavy >= wanted
     quick = _bisect(value, light, wanted)
 
     # Row by row, so that a sequence's law does not depend on the rest of its batch.
     def slow():
-        return jnp.where(enough, quick, _bisect(z, weight(z), wanted))
+        return jnp.where(enough, quick, _bisect(z, weigh(z), wanted))
 
     return lax.cond(jnp.all(enough), lambda: quick, slow)
 

@@ -22,14 +22,14 @@ from numpy.typing import ArrayLike
 def _real(name: str, value: Any, low: float = 0.0, high: float = math.inf) -> float:
     number = float(value)
     if not (low <= number <= high and math.isfinite(number)):
-        raise ValueError(f"{name} must be finite and in [{low}, {high}], got {value!r}")
+        raise ValueError(f"{name} must be finite and in [{low}, {high}], got {number}")
     return number
 
 
 def _positive(name: str, value: Any) -> float:
     number = float(value)
     if not (number > 0 and math.isfinite(number)):
-        raise ValueError(f"{name} must be finite and > 0, got {value!r}")
+        raise ValueError(f"{name} must be finite and > 0, got {number}")
     return number
 
 
@@ -172,8 +172,8 @@ def max_acceptance(
 ) -> float:
     """The most any lossless rule accepts of ``k`` drafts: ``1 + min_H (P(H) - Q(H))``.
 
-    ``p``, ``q``: ``[V]``, V <= 12 (all 2^V token sets H are tried); ``Q(H)`` is the
-    chance that all k draws from q, with or without replacement, lie in H. (The bound
+    ``p``, ``q``: ``[V]``, V <= 12 (all 2^V token sets H are tried), small k; ``Q(H)`` is
+    the chance that all k draws from q, with or without replacement, lie in H. (The bound
     for k fixed tokens is just their target mass.) Source: the dual of the optimal
     transport problem, Hu et al., arXiv 2502.18779.
     """

@@ -18,6 +18,8 @@ Rules that change the law are in ``jspec.lossy``, reachable as ``verify.lossy``.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -245,10 +247,10 @@ def batched(rule: Rule) -> Rule:
         shared = block.law.to_target
 
         def one(noise: Noise, block: Block, target: TargetLaw) -> Verdict:
-            law = block.law.replace(to_target=shared)
+            law = dataclasses.replace(block.law, to_target=shared)
             return rule(noise, block.replace(law=law), target)
 
-        law = block.law.replace(to_target=None)
+        law = dataclasses.replace(block.law, to_target=None)
         return jax.vmap(one)(noise, block.replace(law=law), target)
 
     return apply

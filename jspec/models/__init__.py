@@ -1,7 +1,8 @@
-"""Target models: configs, weights, loading and the transformer."""
+"""Target models: what they are, where they come from, how they score."""
 
 from jspec.models.config import Config
 from jspec.models.load import Model, load
+from jspec.models.save import save
 from jspec.models.transformer import Weights, target
 
-__all__ = ["Config", "Model", "Weights", "load", "target"]
+__all__ = ["Config", "Model", "Weights", "load", "save", "target"]

@@ -76,7 +76,7 @@ class _Reader(GGUFReader):
 
 def _strings(data: np.ndarray, start: int, count: int) -> tuple[list[np.ndarray], int]:
     values, at = [], start
-    view = memoryview(data)
+    view = data.data
     for _ in range(count):
         (length,) = struct.unpack_from("<Q", view, at)
         values.append(data[at + 8 : at + 8 + length])
@@ -101,8 +101,7 @@ class File:
                 f"{path} is truncated or not a GGUF file ({error}); fetch it again"
             ) from error
         self.metadata = {
-            key: _plain(field.contents())
-            for key, field in reader.fields.items()
+            key: _plain(field.contents()) for key, field in reader.fields.items()
         }
         self.architecture = self.metadata.get("general.architecture")
         if self.architecture not in ARCHITECTURES:
@@ -147,9 +146,6 @@ class File:
         if self.architecture == "gemma3" and name.endswith("norm.weight"):
             values = values - 1.0  # llama.cpp stores 1 + w
         out[...] = values.reshape(out.shape)
-
-
-
 
 
 def hf_name(architecture: str, name: str) -> str:

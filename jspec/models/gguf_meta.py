@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from jspec.models.config import Rope
+from jspec.models.rope import frequencies
+
 _FAMILY = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -93,16 +96,13 @@ def eos_ids(metadata: dict[str, Any]) -> list[int]:
 
 
 def _gemma(get, hf: dict) -> dict:
-    pattern = get("attention.sliding_window_pattern", _GEMMA_PATTERN)
-    if not isinstance(pattern, int):
-        raise ValueError(
-            f"GGUF key gemma3.attention.sliding_window_pattern = {pattern!r} is not "
-            "supported (one number)"
-        )
+    slides = get("attention.sliding_window_pattern", _GEMMA_PATTERN)
+    if isinstance(slides, int):
+        slides = [(i + 1) % slides != 0 for i in range(hf["num_hidden_layers"])]
     # llama.cpp, too, knows the 27B's different scale by its size only.
     big = hf["num_hidden_layers"] == _GEMMA_27B_LAYERS
     return {
-        "sliding_window_pattern": pattern,
+        "layer_types": ["sliding_attention" if s else "full_attention" for s in slides],
         "rope_local_base_freq": get("rope.freq_base_swa", 10000.0),
         "query_pre_attn_scalar": (
             hf["hidden_size"] // hf["num_attention_heads"] if big else hf["head_dim"]
@@ -137,9 +137,6 @@ def _llama3(divisors: np.ndarray, get) -> dict:
     llama.cpp keeps Llama 3's scaled rotary frequencies as a tensor of divisors; every
     published checkpoint has low 1, high 4 and 8192 original positions.
     """
-    from jspec.models.config import Rope
-    from jspec.models.rope import frequencies
-
     theta, dim = float(get("rope.freq_base", 10000.0)), 2 * divisors.size
     rope = Rope(theta, "llama3", float(divisors.max()), 8192, 1.0, 4.0)
     expected = frequencies(Rope(theta), dim) / frequencies(rope, dim)
@@ -165,7 +162,7 @@ def tokenizer(metadata: dict[str, Any]):
     if "tokenizer.ggml.tokens" not in metadata:
         return None
     from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.gguf import (
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
         GGUF_TOKENIZER_MAPPING,
         convert_gguf_tokenizer,
     )

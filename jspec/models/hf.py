@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jspec.models.config import Config, Rope
+from jspec.models.config import Config
+from jspec.models.hf_rope import rope_to_hf, ropes_from_hf, unsupported
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
-ROPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 # What transformers takes when a config omits the key. Sizes are not defaulted but for
 # Gemma 3, whose published configs rely on them.
@@ -76,7 +76,7 @@ def config_from_hf(hf: dict) -> Config:
         _refuse(hf)
     family = hf.get("model_type")
     if family not in _DEFAULTS:
-        raise _unsupported("model_type", family, [*_DEFAULTS, "gemma3"])
+        raise unsupported("model_type", family, [*_DEFAULTS, "gemma3"])
     hf = _DEFAULTS[family] | hf
     heads = _need(hf, "num_attention_heads")
     hidden = _need(hf, "hidden_size")
@@ -85,7 +85,7 @@ def config_from_hf(hf: dict) -> Config:
     bias = bool(hf.get("attention_bias"))
     gemma = family == "gemma3_text"
     kinds = _layer_kinds(hf, family, layers)
-    scalar = _need(hf, "query_pre_attn_scalar") if gemma else head_dim
+    scalar = float(hf["query_pre_attn_scalar"]) if gemma else head_dim
     return Config(
         family=family,
         vocab_size=_need(hf, "vocab_size"),
@@ -107,7 +107,7 @@ def config_from_hf(hf: dict) -> Config:
         embed_scale=hidden**0.5 if gemma else 1.0,
         query_scale=scalar**-0.5,
         windows=_windows(hf, kinds),
-        ropes=_ropes(hf, family, kinds),
+        ropes=ropes_from_hf(hf, kinds),
         attn_softcap=hf.get("attn_logit_softcapping") if gemma else None,
         final_softcap=hf.get("final_logit_softcapping") if gemma else None,
         max_position=_need(hf, "max_position_embeddings"),
@@ -149,9 +149,9 @@ def config_to_hf(config: Config) -> dict:
         hf["query_pre_attn_scalar"] = _whole(config.query_scale**-2)
         hf["attn_logit_softcapping"] = config.attn_softcap
         hf["final_logit_softcapping"] = config.final_softcap
-        hf["rope_parameters"] = {k: _rope_to_hf(r) for k, r in ropes.items()}
+        hf["rope_parameters"] = {k: rope_to_hf(r) for k, r in ropes.items()}
     else:
-        hf["rope_parameters"] = _rope_to_hf(config.ropes[0])
+        hf["rope_parameters"] = rope_to_hf(config.ropes[0])
     window = next((w for w in config.windows if w is not None), None)
     if config.family != "llama":
         hf["sliding_window"] = window
@@ -172,12 +172,6 @@ _CLASSES = {
 }
 
 
-def _unsupported(key: str, value: Any, supported: Any) -> ValueError:
-    if not isinstance(supported, str):
-        supported = ", ".join(map(str, supported))
-    return ValueError(f"config key {key} = {value!r} is not supported ({supported})")
-
-
 def _need(hf: dict, key: str) -> int:
     if hf.get(key) is None:
         raise ValueError(f"config lacks the key {key}")
@@ -187,17 +181,18 @@ def _need(hf: dict, key: str) -> int:
 def _refuse(hf: dict) -> None:
     for key, supported in _UNSUPPORTED.items():
         if hf.get(key):
-            raise _unsupported(key, hf[key], supported)
+            raise unsupported(key, hf[key], supported)
     if hf.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise _unsupported("partial_rotary_factor", hf["partial_rotary_factor"], "1.0")
+        raise unsupported("partial_rotary_factor", hf["partial_rotary_factor"], "1.0")
 
 
 def _gemma3_text(hf: dict) -> dict:
     """The text part of a multimodal Gemma 3 config; the wrapper's token ids win."""
-    if not isinstance(hf.get("text_config"), dict):
+    text = hf.get("text_config")
+    if not text:
         raise ValueError("config of model_type gemma3 lacks the key text_config")
     outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings")
-    text = hf["text_config"] | {k: hf[k] for k in outer if hf.get(k) is not None}
+    text = text | {k: hf[k] for k in outer if hf.get(k) is not None}
     return text | {"model_type": text.get("model_type", "gemma3_text")}
 
 
@@ -205,7 +200,7 @@ def _activation(hf: dict) -> str:
     key = "hidden_activation" if hf["model_type"] == "gemma3_text" else "hidden_act"
     name = hf.get(key, "silu")
     if name not in ACTIVATIONS:
-        raise _unsupported(key, name, ACTIVATIONS)
+        raise unsupported(key, name, ACTIVATIONS)
     return name
 
 
@@ -224,9 +219,6 @@ def _whole(x: float) -> float | int:
     return near if math.isclose(x, near, rel_tol=1e-9) else x
 
 
-# Layers: which slide.
-
-
 def _kind(window: int | None) -> str:
     return "full_attention" if window is None else "sliding_attention"
 
@@ -240,7 +232,9 @@ def _layer_kinds(hf: dict, family: str, layers: int) -> list[str]:
         "qwen3": lambda i: _qwen_slides(hf, i),
         "gemma3_text": lambda i: (i + 1) % hf.get("sliding_window_pattern", 6) != 0,
     }[family]
-    implied = ["sliding_attention" if slides(i) else "full_attention" for i in range(layers)]
+    implied = [
+        "sliding_attention" if slides(i) else "full_attention" for i in range(layers)
+    ]
     kinds = hf.get("layer_types")
     if kinds is None:
         return implied
@@ -248,11 +242,9 @@ def _layer_kinds(hf: dict, family: str, layers: int) -> list[str]:
         raise ValueError(f"layer_types has {len(kinds)} entries for {layers} layers")
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
-            raise _unsupported(
-                "layer_types", kind, "full_attention, sliding_attention"
-            )
+            raise unsupported("layer_types", kind, "full_attention, sliding_attention")
     if family in ("llama", "mistral") and kinds != implied:
-        raise _unsupported("layer_types", kinds, f"{family} has equal layers")
+        raise unsupported("layer_types", kinds, f"{family} has equal layers")
     return list(kinds)
 
 
@@ -271,112 +263,6 @@ def _windows(hf: dict, kinds: list[str]) -> tuple[int | None, ...]:
             "(sliding_window, and use_sliding_window for Qwen)"
         )
     return tuple(window if k == "sliding_attention" else None for k in kinds)
-
-
-# Rotary embedding.
-
-
-def _ropes(hf: dict, family: str, kinds: list[str]) -> tuple[Rope, ...]:
-    if family == "gemma3_text":
-        both = _gemma_rope_settings(hf)
-        by_kind = {k: _rope(hf, both[k]) for k in set(kinds)}
-        return tuple(by_kind[k] for k in kinds)
-    settings = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    settings.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
-    return (_rope(hf, settings),) * len(kinds)
-
-
-def _gemma_rope_settings(hf: dict) -> dict[str, dict]:
-    """Full layers have a large base and take the scaling; sliding layers neither."""
-    new = hf.get("rope_parameters") or {}
-    full = dict(new.get("full_attention") or {}) | dict(hf.get("rope_scaling") or {})
-    sliding = dict(new.get("sliding_attention") or {})
-    full.setdefault("rope_theta", hf.get("rope_theta", 1_000_000.0))
-    sliding.setdefault("rope_theta", hf.get("rope_local_base_freq", 10_000.0))
-    return {"full_attention": full, "sliding_attention": sliding}
-
-
-def _rope(hf: dict, settings: dict) -> Rope:
-    kind = settings.get("rope_type", settings.get("type")) or "default"
-    if kind not in ROPES:
-        raise _unsupported("rope_type", kind, ROPES)
-    if settings.get("mrope_section"):
-        raise _unsupported("mrope_section", settings["mrope_section"], "text only")
-    if settings.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise _unsupported(
-            "partial_rotary_factor", settings["partial_rotary_factor"], "1.0"
-        )
-    theta = float(settings["rope_theta"])
-    if kind == "default":
-        return Rope(theta=theta)
-    longest = int(hf["max_position_embeddings"])
-    original = int(
-        hf.get("original_max_position_embeddings")
-        or settings.get("original_max_position_embeddings")
-        or longest
-    )
-    if kind == "linear":
-        return Rope(theta, "linear", _factor(settings, kind))
-    if kind == "dynamic":
-        return Rope(theta, "dynamic", _factor(settings, kind), longest)
-    if kind == "llama3":
-        return Rope(
-            theta,
-            "llama3",
-            _factor(settings, kind),
-            original,
-            low_freq=_factor(settings, kind, "low_freq_factor"),
-            high_freq=_factor(settings, kind, "high_freq_factor"),
-        )
-    if settings.get("factor") is None:
-        settings = settings | {"factor": longest / original}
-    return Rope(
-        theta,
-        "yarn",
-        _factor(settings, kind),
-        original,
-        beta_fast=float(settings.get("beta_fast") or 32),
-        beta_slow=float(settings.get("beta_slow") or 1),
-        attention_factor=_yarn_attention(settings),
-        truncate=bool(settings.get("truncate", True)),
-    )
-
-
-def _factor(settings: dict, kind: str, key: str = "factor") -> float:
-    if settings.get(key) is None:
-        raise ValueError(f"rope type {kind} needs the key {key}")
-    return float(settings[key])
-
-
-def _yarn_attention(settings: dict) -> float:
-    """Factor on cos and sin; YaRN (arXiv 2309.00071) eq. 22, DeepSeek's mscale pair."""
-    if settings.get("attention_factor") is not None:
-        return float(settings["attention_factor"])
-    factor = settings["factor"]
-
-    def mscale(m: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
-
-    m, m_all = settings.get("mscale"), settings.get("mscale_all_dim")
-    return mscale(m) / mscale(m_all) if m and m_all else mscale(1.0)
-
-
-def _rope_to_hf(rope: Rope) -> dict:
-    out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    if rope.kind != "default":
-        out["factor"] = rope.factor
-    if rope.kind in ("llama3", "yarn"):
-        out["original_max_position_embeddings"] = rope.original
-    if rope.kind == "llama3":
-        out |= {"low_freq_factor": rope.low_freq, "high_freq_factor": rope.high_freq}
-    if rope.kind == "yarn":
-        out |= {
-            "beta_fast": rope.beta_fast,
-            "beta_slow": rope.beta_slow,
-            "attention_factor": rope.attention_factor,
-            "truncate": rope.truncate,
-        }
-    return out
 
 
 def _check_round_trip(config: Config, hf: dict) -> None:

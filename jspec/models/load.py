@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jspec.models import aliases, gguf, gguf_meta, names, tensorfile
+from jspec.models import aliases, gguf, gguf_meta
 from jspec.models.config import Config
 from jspec.models.hf import config_from_hf
 from jspec.models.transformer import Weights, target
+from jspec.models.weights import Safetensors, build
 from jspec.types import Target
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,7 +29,8 @@ class Model:
 
     Attributes:
       name: what it was loaded as.
-      target: its pure functions.  params: its weights, of dtype ``dtype``.
+      target: its pure functions.
+      params: its weights, of dtype ``dtype``.
       tokenizer: a transformers tokenizer, or None when the files hold none.
     """
 
@@ -36,168 +42,104 @@ class Model:
 
     @property
     def config(self) -> Config:
+        """Sizes, windows and special ids: ``target.config``."""
         return self.target.config
 
 
-def load(name: str, *, dtype=None, revision: str | None = None) -> Model:
-    """Loads a model. No torch is needed.
+def load(name: str | Path, *, dtype=None, revision: str | None = None) -> Model:
+    """Loads a model; torch is not needed.
+
+    ``Config.vocab_size`` is the number of embedding rows, as in transformers, also
+    where the tokenizer knows fewer ids: the rows in excess are part of the model's law.
+    EOS ids are those of ``generation_config.json``, else of ``config.json``.
 
     Args:
       name: an alias (``smollm2-135m``, ``gemma3-270m``), a folder with ``config.json``
-        and safetensors, a ``.safetensors`` or ``.gguf`` file, or a Hub id.
-      dtype: of the weights; None is float32 on CPU and bfloat16 elsewhere.
+        and safetensors, a ``.safetensors`` file with ``config.json`` beside it, a
+        ``.gguf`` file, or a Hub id.
+      dtype: of the weights: float32, bfloat16 or float16. None is float32 on CPU and
+        bfloat16 on accelerators.
       revision: branch, tag or commit of a Hub id.
 
     Raises:
-      FileNotFoundError: a file, or an alias's package, is missing.
-      ValueError: a file is damaged, a tensor is missing, left over or of the wrong
-        shape, or the model is not supported; the message names it.
-      ConnectionError: the Hub cannot be reached.
+      FileNotFoundError: a file, or the package of an alias, is missing.
+      ValueError: a file is damaged; a tensor is missing, left over or of the wrong
+        shape; or the model is not supported. The message names it.
+      ConnectionError: the Hub gives no such model or cannot be reached.
     """
     dtype = _dtype(dtype)
-    path = aliases.folder(name) if name in aliases.ALIASES else Path(name).expanduser()
+    name, path = str(name), _local(str(name), revision)
     if path.suffix == ".gguf":
-        return _load_gguf(name, path, dtype)
-    return _load_folder(name, path, dtype)
+        return _from_gguf(name, path, dtype)
+    if path.suffix == ".safetensors":
+        return _from_files(name, path.parent, [path], dtype)
+    return _from_files(name, path, _weight_files(path), dtype)
 
 
-class Checkpoint(Protocol):
-    """A source of tensors under transformers' names."""
-
-    path: Path
-    tensors: dict[str, tuple[int, ...]]
-
-    def read(self, name: str, out: np.ndarray) -> None: ...
-
-
-class _Safetensors:
-    """One or several safetensors files."""
-
-    def __init__(self, path: Path, files: list[Path]):
-        self.path = path
-        self._stored: dict[str, tensorfile.Stored] = {}
-        for file in files:
-            self._stored |= tensorfile.index(file)
-        self.tensors = {_text_name(k): s.shape for k, s in self._stored.items()}
-        self._raw = {_text_name(k): k for k in self._stored}
-
-    def read(self, name: str, out: np.ndarray) -> None:
-        raw = self._raw[name]
-        tensorfile.read(raw, self._stored[raw], out)
+def _dtype(dtype) -> Any:
+    if dtype is None:
+        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in _DTYPES:
+        raise ValueError(f"dtype {dtype.name} is not one of {', '.join(_DTYPES)}")
+    return dtype
 
 
-def _text_name(key: str) -> str:
-    """The text model's own name of a tensor of a multimodal wrapper."""
-    for prefix in ("model.language_model.", "language_model.model."):
-        if key.startswith(prefix):
-            return "model." + key.removeprefix(prefix)
-    return key.removeprefix("language_model.")
+def _local(name: str, revision: str | None) -> Path:
+    """The folder or file that a name stands for, fetched or converted if need be."""
+    path = Path(name).expanduser()
+    known = name in aliases.ALIASES
+    is_file = path.suffix in (".gguf", ".safetensors")
+    hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not is_file
+    if revision is not None and (known or path.exists() or not hub_id):
+        raise ValueError(f"revision = {revision!r} needs a Hub id, but got {name!r}")
+    if known:
+        return aliases.folder(name)
+    if path.exists():
+        if path.is_file() and not is_file:
+            raise ValueError(f"{path} is neither a .safetensors nor a .gguf file")
+        return path
+    if hub_id:
+        return _from_hub(name, revision)
+    raise FileNotFoundError(
+        f"there is no {name!r}: not an alias ({', '.join(aliases.ALIASES)}), not a "
+        "folder or file, and not of the form of a Hub id (owner/name)"
+    )
 
 
-def build(config: Config, source: Checkpoint, dtype) -> Weights:
-    """The weights of ``source``, read tensor by tensor.
+def _from_hub(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
 
-    Peak host memory is the weights and one fused array.
-
-    Raises:
-      ValueError: tensors that are missing, left over or of the wrong shape.
-    """
-    table = names.places(config)
-    _check(config, source, table)
-    by_array: dict[names.Path, list[str]] = {}
-    for name, place in table.items():
-        by_array.setdefault(place.path, []).append(name)
-    parts = {}
-    # The largest array first, while there is still room for its copy.
-    shapes = sorted(names.arrays(config).items(), key=lambda x: -np.prod(x[1]))
-    for path, shape in shapes:
-        host = _aligned(shape, np.dtype(dtype))
-        for name in by_array[path]:
-            source.read(name, host[table[name].index])
-        parts[path] = jax.device_put(host)
-    return names.assemble(config, parts)
+    try:
+        folder = snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES)
+    except (OSError, HfHubHTTPError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConnectionError(
+            f"there is no folder {name!r}, and the Hugging Face Hub does not give a "
+            f"model of that id ({reason}). Check the id and the connection, or pass a "
+            f"folder, a .gguf file or one of {', '.join(aliases.ALIASES)}"
+        ) from error
+    return Path(folder)
 
 
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Host memory that a CPU device can take over without a copy (64-byte aligned)."""
-    size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.empty(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size].view(dtype).reshape(shape)
-
-
-_IGNORED = (
-    ".rotary_emb.inv_freq",  # computed, stored by old checkpoints
-    "vision_tower.",
-    "multi_modal_projector.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
-)
-
-
-def _check(config: Config, source: Checkpoint, table: dict[str, names.Place]) -> None:
-    missing = [n for n in table if n not in source.tensors]
-    if missing:
-        hint = ""
-        if missing == ["lm_head.weight"]:
-            hint = " (tie_word_embeddings is false, so the head needs its own tensor)"
-        raise ValueError(f"{source.path} lacks {_list(missing)}{hint}")
-    extra = [n for n in source.tensors if n not in table and not _ignored(n)]
-    if config.tie_embeddings and "lm_head.weight" in extra:
-        _check_tied(source)
-        extra.remove("lm_head.weight")
-    if extra:
-        raise ValueError(
-            f"{source.path} holds tensors that a {config.family} model of this config "
-            f"has no place for: {_list(extra)}"
-        )
-    for name, place in table.items():
-        if source.tensors[name] != place.shape:
-            raise ValueError(
-                f"{source.path}: tensor {name} has shape {source.tensors[name]}; the "
-                f"config asks for {place.shape}"
-            )
-
-
-def _ignored(name: str) -> bool:
-    return name.endswith(_IGNORED[0]) or name.startswith(_IGNORED[1:])
-
-
-def _check_tied(source: Checkpoint) -> None:
-    shape = source.tensors["lm_head.weight"]
-    same = shape == source.tensors["model.embed_tokens.weight"]
-    if same:
-        head, embed = np.empty(shape, np.float32), np.empty(shape, np.float32)
-        source.read("lm_head.weight", head)
-        source.read("model.embed_tokens.weight", embed)
-        same = np.array_equal(head, embed)
-    if not same:
-        raise ValueError(
-            f"{source.path}: lm_head.weight differs from model.embed_tokens.weight but "
-            "the config says that they are tied; set tie_word_embeddings to false"
-        )
-
-
-def _list(keys: list[str]) -> str:
-    return ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
-
-
-def _load_gguf(name: str, path: Path, dtype) -> Model:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
+def _from_gguf(name: str, path: Path, dtype) -> Model:
     file = gguf.File(path)
     config = config_from_hf(file.config)
     params = build(config, file, dtype)
-    return Model(name, target(config), params, gguf_meta.tokenizer(file.metadata), dtype)
+    return Model(
+        name, target(config), params, gguf_meta.tokenizer(file.metadata), dtype
+    )
 
 
-def _load_folder(name: str, folder: Path, dtype) -> Model:
-    config = config_from_hf(_config_dict(folder))
-    params = build(config, _Safetensors(folder, _shards(folder)), dtype)
+def _from_files(name: str, folder: Path, files: list[Path], dtype) -> Model:
+    config = config_from_hf(_config(folder))
+    where = files[0] if len(files) == 1 else folder
+    params = build(config, Safetensors(where, files), dtype)
     return Model(name, target(config), params, _tokenizer(folder), dtype)
 
 
-def _config_dict(folder: Path) -> dict:
+def _config(folder: Path) -> dict:
     hf = _json(folder / "config.json")
     generation = folder / "generation_config.json"
     if generation.is_file():
@@ -208,24 +150,41 @@ def _config_dict(folder: Path) -> dict:
 
 def _json(file: Path) -> dict:
     if not file.is_file():
-        raise FileNotFoundError(f"there is no {file.name} in {file.parent}")
+        raise FileNotFoundError(
+            f"there is no {file.name} in {file.parent}; a model folder holds "
+            "config.json and model.safetensors"
+        )
     try:
         return json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
+        raise ValueError(f"{file} is not valid JSON ({error})") from error
 
 
-def _shards(folder: Path) -> list[Path]:
-    return [folder / "model.safetensors"]
+def _weight_files(folder: Path) -> list[Path]:
+    """``model.safetensors``, or the shards of ``model.safetensors.index.json``."""
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        shards = sorted(set(_json(index)["weight_map"].values()))
+        for shard in shards:
+            if not (folder / shard).is_file():
+                raise FileNotFoundError(
+                    f"{index} names the shard {shard}, which is missing; fetch it again"
+                )
+        return [folder / shard for shard in shards]
+    found = ", ".join(sorted(f.name for f in folder.iterdir())) or "nothing"
+    raise FileNotFoundError(
+        f"there is no model.safetensors in {folder} (it holds {found}); other weight "
+        "formats must be saved as safetensors first, a .gguf file is named itself"
+    )
 
 
 def _tokenizer(folder: Path) -> Any:
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        return None
+    # Imported late: transformers takes seconds, and ids alone need no tokenizer.
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
-
-
-def _dtype(dtype) -> Any:
-    if dtype is None:
-        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    return jnp.dtype(dtype)

@@ -70,9 +70,7 @@ def arrays(config: Config) -> dict[Path, tuple[int, ...]]:
         "gate_up_bias": (2, wide),
     }
     table = places(config)
-    return {
-        p.path: fused.get(str(p.path[-1]), p.shape) for p in table.values()
-    }
+    return {p.path: fused.get(str(p.path[-1]), p.shape) for p in table.values()}
 
 
 def assemble(config: Config, parts: dict[Path, Any]) -> Weights:
@@ -97,7 +95,8 @@ def lookup(params: Weights, path: Path) -> Any:
 def _stems(config: Config) -> dict[str, Stem]:
     hidden, wide, dim = config.hidden, config.intermediate, config.head_dim
     group = config.heads // config.kv_heads
-    q, k, v = (slice(None), slice(group)), (slice(None), group), (slice(None), group + 1)
+    every = slice(None)
+    q, k, v = (every, slice(group)), (every, group), (every, group + 1)
     q_rows, kv_rows = config.heads * dim, config.kv_heads * dim
     stems = {
         "self_attn.q_proj": Stem("qkv", q, (q_rows, hidden), config.qkv_bias),

@@ -57,7 +57,8 @@ def index(file: Path) -> dict[str, Stored]:
                 f"{file} has no readable safetensors header; fetch or save it again"
             ) from error
     header.pop("__metadata__", None)
-    needed = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
+    ends = [tensor["data_offsets"][1] for tensor in header.values()]
+    needed = 8 + length + max(ends, default=0)
     if size < needed:
         raise ValueError(
             f"{file} is truncated: {size} bytes where its header asks for {needed}; "
@@ -87,7 +88,7 @@ def read(name: str, stored: Stored, out: np.ndarray) -> None:
     raw = out if direct else np.empty(stored.shape, dtype)
     with stored.file.open("rb", buffering=0) as f:
         f.seek(stored.start)
-        view = memoryview(raw.reshape(-1).view(np.uint8))
+        view = raw.reshape(-1).view(np.uint8).data
         while view:
             count = f.readinto(view)
             if not count:

@@ -171,8 +171,7 @@ def _qkv(config: Config, layer: Layer, h: Array):
     qkv = flat.reshape(*h.shape[:2], kv_heads, per_head, dim)
     q = qkv[..., :-2, :].reshape(*h.shape[:2], config.heads, dim)
     k, v = qkv[..., -2, :], qkv[..., -1, :]
-    if config.qk_norm:
-        q, k = rms_norm(q, layer.q_norm, config), rms_norm(k, layer.k_norm, config)
+    q, k = _maybe_norm(q, layer.q_norm, config), _maybe_norm(k, layer.k_norm, config)
     return q, k, v
 
 
@@ -181,7 +180,9 @@ def _mlp(config: Config, layer: Layer, h: Array) -> Array:
     bias = None if layer.gate_up_bias is None else layer.gate_up_bias.reshape(-1)
     both = linear(h, layer.gate_up.reshape(2 * wide, -1), bias)
     gate, up = both[..., :wide], both[..., wide:]
-    return linear(ACTIVATIONS[config.activation](gate) * up, layer.down, layer.down_bias)
+    return linear(
+        ACTIVATIONS[config.activation](gate) * up, layer.down, layer.down_bias
+    )
 
 
 ACTIVATIONS = {
@@ -217,7 +218,12 @@ def _maybe_norm(x: Array, weight: Array | None, config: Config) -> Array:
 
 def init(config: Config, key: Array, dtype=jnp.float32, scale: float = 0.02) -> Weights:
     """Random weights (normal, ``scale``; norms at their neutral value)."""
-    k, g, d, m = config.kv_heads, config.heads // config.kv_heads, config.head_dim, config.hidden
+    k, g, d, m = (
+        config.kv_heads,
+        config.heads // config.kv_heads,
+        config.head_dim,
+        config.hidden,
+    )
     neutral = 0.0 if config.zero_centred else 1.0
 
     def normal(key, *shape):
@@ -241,7 +247,9 @@ def init(config: Config, key: Array, dtype=jnp.float32, scale: float = 0.02) -> 
             k_norm=norm(d) if config.qk_norm else None,
             qkv_bias=normal(ks[4], k, g + 2, d) if config.qkv_bias else None,
             out_bias=normal(ks[5], m) if config.out_bias else None,
-            gate_up_bias=normal(ks[6], 2, config.intermediate) if config.mlp_bias else None,
+            gate_up_bias=normal(ks[6], 2, config.intermediate)
+            if config.mlp_bias
+            else None,
             down_bias=normal(ks[7], m) if config.mlp_bias else None,
         )
 

@@ -15,6 +15,7 @@ would be missed, but comparisons decide in some order, and the first shows in a 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -22,39 +23,23 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from jspec.testing import enumeration
+from jspec.testing.enumeration import (
+    Cases,
+    Draft,
+    Prefix,
+    Table,
+    branching,
+    random_law,
+    ranking,
+)
 from jspec.types import Array, Block, Law, Noise, Rule, TargetLaw
-
-Prefix = tuple[int, ...]  # tokens after the root
-Table = Callable[[Prefix], np.ndarray]
 
 _CHUNK = 512  # boxes or drafts judged in one call
 _HALVINGS = 26
 _MOST_PIECES = 400  # a draft
-
-
-class Draft(NamedTuple):
-    """How a block is drafted.
-
-    Attributes:
-      parent: N parents, -1 first; siblings in draw order.
-      kind: "replace" or "without": siblings are drawn with or without replacement.
-        "point": they are chosen, the k-th child being the k-th token of ``draw``.
-      draw: ``prefix -> [V]``, the law that children are drawn from; for "point" the
-        tokens to choose, at least one for each child.
-      live: ``(prefix, k) -> bool``: is the k-th child of this prefix drawn at all?
-      vote: N booleans; None = all. False marks probe nodes.
-      claim: ``prefix -> [V']``, the row that the block shows; None = ``draw``.
-      to_target: ``[V']`` target ids of the claimed rows; None = the ids agree.
-    """
-
-    parent: Sequence[int]
-    kind: str
-    draw: Table
-    live: Callable[[Prefix, int], bool] = lambda prefix, k: True
-    vote: Sequence[bool] | None = None
-    claim: Table | None = None
-    to_target: Sequence[int] | None = None
 
 
 class Emission(NamedTuple):
@@ -92,10 +77,9 @@ def emitted_law(
       ValueError: if the rule accepts a path that does not exist in the block, emits an
         id outside the vocabulary, or is not piecewise constant in its uniforms.
     """
-    cases = _cases(target, draft, nodes, rows)
-    axes = cases.token.shape[1] + 1
+    cases = enumeration.cases(target, draft, nodes, rows)
     which = np.arange(len(cases.chance))
-    low = np.zeros((len(which), axes), np.float32)
+    low = np.zeros((len(which), cases.token.shape[1] + 1), np.float32)
     high = np.ones_like(low)
     random = np.random.default_rng(0)
     budget = _MOST_PIECES * len(which)
@@ -105,18 +89,16 @@ def emitted_law(
         if budget < 0:
             raise ValueError("the rule is not piecewise constant in its uniforms")
         inner = random.uniform(size=(2, *low.shape)).astype(np.float32)
-        inside = np.minimum(low + inner * (high - low), np.nextafter(high, 0))
-        found, axis, cut, code = _run(
-            _explore(rule), cases, which, low, high, *inside
-        )
+        inside = np.clip(low + inner * (high - low), low, np.nextafter(high, low))
+        found, axis, cut, code = _run(_cuts(rule), cases, which, low, high, *inside)
         done = ~found
         codes.append(code[done])
         volume = np.prod((high - low)[done].astype(np.float64), -1)
         weights.append(volume * cases.chance[which[done]])
         low, high, which, axis, cut = (x[found] for x in (low, high, which, axis, cut))
-        row = np.arange(len(which))
+        here = np.arange(len(which)), axis
         below, above = high.copy(), low.copy()
-        below[row, axis] = above[row, axis] = cut
+        below[here] = above[here] = cut
         low, high = np.concatenate([low, above]), np.concatenate([below, high])
         which = np.concatenate([which, which])
     return _emission(target, cases, np.concatenate(codes), np.concatenate(weights))
@@ -132,160 +114,243 @@ def raced_law(
     probability, each token is made to win its race under its own p by a hair. A rule
     that races another law, or at another depth, meets other winners.
     """
-    cases = _cases(target, draft, nodes, rows)
-    vocab, length = cases.p.shape[-1], int(cases.depth.max()) + 1
+    cases = enumeration.cases(target, draft, nodes, rows)
+    vocab, which = cases.p.shape[-1], np.arange(len(cases.chance))
     codes, weights = [], []
-    for winners in np.ndindex(*[vocab] * length):
-        race = np.ones((cases.rows, vocab), np.float32)
-        weight = 1.0
+    for winners in np.ndindex(*[vocab] * cases.length):
+        race, weight = np.ones((cases.rows, vocab), np.float32), 1.0
         for d, y in enumerate(winners):
             p = np.asarray(target(winners[:d]), np.float32)
             race[d] = np.where(p > 0, p, 1)
             race[d, y] *= 1 - 1e-3
             weight *= float(p[y])
         if weight > 0:
-            which = np.arange(len(cases.chance))
             races = np.broadcast_to(race, (len(which), *race.shape))
             codes.append(_run(_judge(rule), cases, which, races)[0])
             weights.append(weight * cases.chance)
     return _emission(target, cases, np.concatenate(codes), np.concatenate(weights))
 
 
-# Drafts
-
-
-class _Cases(NamedTuple):
-    """Every draft of one scheme: ``chance [D]``, then what the rule sees of it."""
-
-    chance: np.ndarray
-    token: np.ndarray  # [D, N]
-    live: np.ndarray  # [D, N]
-    p: np.ndarray  # [D, N, V]
-    q: np.ndarray | None  # [D, N, V']
-    parent: np.ndarray  # [N]
-    vote: np.ndarray  # [N]
-    depth: np.ndarray  # [N]
-    to_target: np.ndarray | None
-    replace: bool
-    rows: int
-
-
-def drafts(draft: Draft) -> Iterator[tuple[float, Prefix, tuple[bool, ...]]]:
-    """``(chance, tokens, lives)`` of every block; a dead node holds an arbitrary id."""
-    parent, nodes = draft.parent, len(draft.parent)
-
-    def extend(chance: float, token: Prefix, live: tuple[bool, ...]):
-        i = len(token)
-        if i == nodes:
-            yield chance, token, live
-            return
-        older = [j for j in range(1, i) if parent[j] == parent[i]]
-        prefix = _prefix(parent, token, parent[i])
-        choice = {}
-        if live[parent[i]] and draft.live(prefix, len(older)):
-            choice = _choices(draft, prefix, [token[j] for j in older if live[j]])
-        if not choice:
-            yield from extend(chance, (*token, token[-1]), (*live, False))
-        for x, q in choice.items():
-            yield from extend(chance * q, (*token, x), (*live, True))
-
-    return extend(1.0, (0,), (True,))
-
-
-def _choices(draft: Draft, prefix: Prefix, older: list[int]) -> dict[int, float]:
-    """Probability of every token that the next child can have, after ``older`` ones."""
-    if draft.kind == "point":
-        return {int(draft.draw(prefix)[len(older)]): 1.0}
-    q = np.array(draft.draw(prefix), np.float64)
-    if draft.kind == "without":
-        q[older] = 0
-    return {int(x): q[x] / q.sum() for x in np.flatnonzero(q)}
-
-
-def _prefix(parent: Sequence[int], token: Prefix, node: int) -> Prefix:
-    """Tokens on the path from the root, itself excluded, to ``node``."""
-    return (*_prefix(parent, token, parent[node]), token[node]) if node > 0 else ()
-
-
-def _cases(target: Table, draft: Draft, nodes: int, rows: int) -> _Cases:
-    if draft.kind not in ("replace", "without", "point"):
-        raise ValueError(f"unknown kind {draft.kind!r}")
-    used = len(draft.parent)
-    pad = max(0, nodes - used)
-    # Dead nodes continue a chain, so that rules for chains meet one.
-    parent = [*draft.parent, *range(used - 1, used - 1 + pad)]
-    depth = [0]
-    for v in parent[1:]:
-        depth.append(depth[v] + 1)
-    blocks = [
-        (c, t + t[-1:] * pad, on + (False,) * pad) for c, t, on in drafts(draft)
-    ]
-    prefixes = [[_prefix(parent, t, i) for i in range(used)] for _, t, _ in blocks]
-
-    def table(law: Table) -> np.ndarray:
-        known = {x: np.asarray(law(x), np.float32) for b in prefixes for x in b}
-        return np.stack([[known[x] for x in b + b[-1:] * pad] for b in prefixes])
-
-    chance, token, live = (np.array(x) for x in zip(*blocks, strict=True))
-    deepest = max(depth[:used])
-    return _Cases(
-        chance=chance,
-        token=token.astype(np.int32),
-        live=live,
-        p=table(target),
-        q=None if draft.kind == "point" else table(draft.claim or draft.draw),
-        parent=np.array(parent, np.int32),
-        vote=np.array([*(draft.vote or [True] * used), *[True] * pad]),
-        depth=np.array(depth[:used]),
-        to_target=None if draft.to_target is None else np.array(draft.to_target),
-        replace=draft.kind != "without",
-        rows=max(rows, deepest + 1),
-    )
-
-
-# Judging
-
-
-def _run(f: Callable, cases: _Cases, which: np.ndarray, *arrays: np.ndarray):
+def _run(f: Callable, cases: Cases, which: np.ndarray, *arrays: np.ndarray):
     """``f`` on chunks of one size, with the drafts that ``which`` picks."""
     outs = []
     for start in range(0, len(which), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        short = max(0, start + _CHUNK - len(which))
-
-        def chunk(x, part=part, short=short):
-            return np.concatenate([x[part], np.repeat(x[part][-1:], short, 0)])
-
-        at = chunk(which)
+        # The last chunk repeats its last element.
+        part = np.minimum(np.arange(start, start + _CHUNK), len(which) - 1)
+        at = which[part]
         q = None if cases.q is None else cases.q[at]
         law = Law(q, cases.to_target, cases.replace)
         block = Block(cases.token[at], cases.parent, cases.live[at], cases.vote, law)
-        out = f(block, cases.p[at], *map(chunk, arrays), rows=cases.rows)
-        outs.append([np.asarray(x)[: _CHUNK - short] for x in out])
+        out = f(block, cases.p[at], *(x[part] for x in arrays), rows=cases.rows)
+        outs.append([np.asarray(x)[: len(which) - start] for x in out])
     out = [np.concatenate(x) for x in zip(*outs, strict=True)]
     if np.any(out[-1] < 0):
         raise ValueError("the rule left the block or the vocabulary")
     return out
 
 
-_BATCH = Block(0, None, 0, None, 0)  # type: ignore[arg-type]
-
-
-def _outcome(rule: Rule, noise: Noise, block: Block, p: Array, rows: int) -> Array:
+def _outcome(rule: Rule, noise: Noise, block: Block, p: Array) -> Array:
     """Emitted tokens as one number, digits in base V + 1; -1 for an impossible verdict."""
     nodes, vocab = p.shape
     out = rule(noise, block, TargetLaw(p, jnp.argmax(p, -1).astype(jnp.int32)))
-    step = jnp.arange(min(rows, nodes))
+    step = jnp.arange(min(noise.race.shape[0], nodes))
     path = out.path[: len(step)]
     after = jnp.append(path[1:], -1)
     child = jnp.maximum(after, 0)
+    alive = block.live[child] & block.vote[child]
+    good = alive & (after > 0) & (block.parent[child] == path)
     inside = step < out.n_accept
-    allowed = block.live & block.vote & (after != 0)[:, None][:, 0][0]
-    good = (block.parent[child] == path) & (block.live & block.vote)[child] & (after > 0)
-    del allowed
     valid = (path[0] == 0) & jnp.all(jnp.where(inside, good, after == -1))
     valid &= (out.n_accept >= 0) & (out.n_accept < len(step))
     valid &= (out.next_token >= 0) & (out.next_token < vocab)
     token = jnp.where(inside, block.token[child], out.next_token)
     digit = jnp.where(step <= out.n_accept, token, vocab)
     return jnp.where(valid, jnp.sum(digit * (vocab + 1) ** step), -1)
+
+
+def _over_drafts(rule: Rule, block: Block, p: Array) -> Callable[[Noise], Array]:
+    """``_outcome [E]`` of E drafts, of which topology and id map are shared."""
+
+    def one(noise, token, live, q, p):
+        law = dataclasses.replace(block.law, q=q)
+        return _outcome(rule, noise, block.replace(token=token, live=live, law=law), p)
+
+    return lambda noise: jax.vmap(one)(noise, block.token, block.live, block.law.q, p)
+
+
+@functools.lru_cache(maxsize=64)
+def _judge(rule: Rule) -> Callable:
+    """Outcomes ``[E]`` for races ``[E, P, V]``; the uniforms are constant."""
+
+    @functools.partial(jax.jit, static_argnames="rows")
+    def judge(block: Block, p: Array, race: Array, *, rows: int):
+        del rows
+        half = jnp.full(p.shape[:2], 0.5)
+        return (_over_drafts(rule, block, p)(Noise(half, half[:, 0], race)),)
+
+    return judge
+
+
+@functools.lru_cache(maxsize=64)
+def _cuts(rule: Rule) -> Callable:
+    """Where to cut boxes ``low, high [E, K]``: ``(found, axis, cut, outcome)``, ``[E]``.
+
+    The uniforms of a box are ``low <= u < high``, the last axis being ``noise.next``.
+    One loop judges one point of every box at a time, so that the rule is compiled once:
+    from each of four points it goes to the end of every axis, then it bisects.
+    """
+
+    @functools.partial(jax.jit, static_argnames="rows")
+    def cuts(block: Block, p: Array, low, high, first, second, *, rows: int):
+        boxes, axes = low.shape
+        judge = _over_drafts(rule, block, p)
+        race = jnp.ones((boxes, rows, p.shape[-1]))
+        top = jnp.nextafter(high, low)
+        start = jnp.stack([low, top, first, second])
+        end = jnp.stack([top, low, low, top])
+        box, column = jnp.arange(boxes), jnp.arange(axes)
+        tests = len(start) * (axes + 1)
+
+        def judge_at(corner, axis, value):
+            u = jnp.where(column == axis[:, None], value[:, None], start[corner, box])
+            return judge(Noise(u[:, :-1], u[:, -1], race))
+
+        def step(t, s):
+            test = t < tests
+            corner = jnp.where(test, t // (axes + 1), s["corner"])
+            axis = jnp.where(test, t % (axes + 1) - 1, s["axis"])
+            away = end[corner, box, axis]
+            value = jnp.where(test, away, (s["near"] + s["far"]) / 2)
+            code = judge_at(corner, axis, value)
+            new = test & (axis >= 0) & ~s["found"] & (code != s["base"])
+            same = ~test & (code == s["old"])
+            near = jnp.where(same, value, s["near"])
+            far = jnp.where(test | same, s["far"], value)
+            return {
+                "base": jnp.where(test & (axis < 0), code, s["base"]),
+                "found": s["found"] | new,
+                "worst": jnp.minimum(s["worst"], code),
+                "corner": jnp.where(new, corner, s["corner"]),
+                "axis": jnp.where(new, axis, s["axis"]),
+                "old": jnp.where(new, s["base"], s["old"]),
+                "near": jnp.where(new, start[corner, box, axis], near),
+                "far": jnp.where(new, away, far),
+            }
+
+        whole = jnp.zeros(boxes, jnp.int32)
+        s = dict.fromkeys(("base", "worst", "corner", "axis", "old"), whole)
+        s |= {"found": whole > 0} | dict.fromkeys(("near", "far"), jnp.zeros(boxes))
+        s = lax.fori_loop(0, tests + _HALVINGS, step, s)
+        code = jnp.where(s["worst"] < 0, -1, s["base"])
+        return s["found"], s["axis"], jnp.maximum(s["near"], s["far"]), code
+
+    return cuts
+
+
+def _emission(target: Table, cases: Cases, codes, weights) -> Emission:
+    """Continues every outcome to the common length and adds up."""
+    vocab, length = cases.p.shape[-1], cases.length
+
+    @functools.cache
+    def plain(prefix: Prefix) -> np.ndarray:
+        if len(prefix) == length:
+            return np.ones(())
+        p = np.asarray(target(prefix), np.float64)
+        return np.stack([p[x] * plain((*prefix, x)) for x in range(vocab)])
+
+    law, tokens = np.zeros([vocab] * length), 0.0
+    for code, weight in enumerate(np.bincount(codes, weights)):
+        digits = [code // (vocab + 1) ** i % (vocab + 1) for i in range(length)]
+        emitted = tuple(x for x in digits if x < vocab)
+        if weight > 0:
+            law[emitted] += weight * plain(emitted)
+            tokens += float(weight) * len(emitted)
+    return Emission(law, plain(()), tokens)
+
+
+# The assertion
+
+CHAINS = {
+    "the empty block": branching(),
+    "a chain of 1": branching(1),
+    "a chain of 2": branching(1, 1),
+    "a chain of 3": branching(1, 1, 1),
+}
+TREES = {
+    "the tree (2, 1)": branching(2, 1),
+    "the tree (2, 2)": branching(2, 2),
+}
+
+
+def assert_lossless(
+    rule: Rule,
+    *,
+    shapes: Mapping[str, Sequence[int]] = CHAINS | TREES,
+    kinds: Sequence[str] = ("replace", "without", "point"),
+    seeds: Sequence[int] = (0, 1),
+    target: Callable[[int], Table] = random_law,
+    law: Callable[..., Emission] = emitted_law,
+    atol: float = 1e-6,
+) -> None:
+    """Asserts that ``rule`` keeps the target's law, by exact integration.
+
+    The battery is every shape, kind and seed, and for the first seed also drafts that
+    end early, drafts with a probe node, and, if drawn, rows of q that are NaN, infinite
+    or zero, or, if chosen, siblings that repeat a token.
+
+    Args:
+      rule: ``(noise, block, target) -> Verdict`` for one sequence.
+      shapes: name -> parents; ``CHAINS`` for a rule that takes chains only.
+      kinds: how children are drawn, see ``Draft``.
+      seeds: of the random targets and drafts.
+      target: seed -> target; ``one_hot_law`` for a rule for temperature 0.
+      law: ``emitted_law``, or ``raced_law`` for a rule that reads ``noise.race``.
+      atol: bound on the total variation between emitted and plain law.
+
+    Raises:
+      AssertionError: naming shape, kind, case, seed and the total variation found.
+      ValueError: as ``emitted_law``.
+    """
+    nodes = max(len(parent) for parent in shapes.values())
+    for seed in seeds:
+        for name, parent in shapes.items():
+            for kind in kinds:
+                for case, draft in battery(parent, kind, seed, seed == seeds[0]):
+                    out = law(rule, target(seed), draft, nodes=nodes, rows=4)
+                    if not out.distance <= atol:
+                        raise AssertionError(
+                            f"{getattr(rule, '__name__', rule)} is not lossless on "
+                            f"{name}, kind {kind!r}, {case}, seed {seed}: total "
+                            f"variation {out.distance:.3g} > {atol:.3g}"
+                        )
+
+
+def battery(
+    parent: Sequence[int], kind: str, seed: int, edges: bool = True
+) -> Iterator[tuple[str, Draft]]:
+    """``(name, draft)`` of the cases of ``assert_lossless`` for one shape and kind."""
+    q = random_law(seed + 1000, zeros=1)
+    draft = Draft(parent, kind, ranking(q) if kind == "point" else q)
+    yield "plain", draft
+    if not edges or len(parent) == 1:
+        return
+
+    def live(prefix: Prefix, k: int) -> bool:
+        return (sum(prefix) + len(prefix) + k) % 3 != 1
+
+    yield "early stop", draft._replace(live=live)
+    yield "probe", draft._replace(vote=[True] * (len(parent) - 1) + [False])
+    if kind == "point":
+        yield "repeated token", draft._replace(draw=lambda x: np.repeat(ranking(q)(x), 2))
+        return
+
+    def claim(prefix: Prefix) -> np.ndarray:
+        row = q(prefix).copy()
+        fault = (sum(prefix) + len(prefix)) % 5
+        if fault < 4:
+            row[(0, 1, slice(None), slice(None))[fault]] = (np.nan, np.inf, 0, np.nan)[
+                fault
+            ]
+        return row
+
+    yield "degenerate q", draft._replace(claim=claim)

@@ -1,0 +1,180 @@
+"""Every block a drafter can propose, with its probability, for tiny vocabularies."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Prefix = tuple[int, ...]  # tokens after the root
+Table = Callable[[Prefix], np.ndarray]
+
+
+class Draft(NamedTuple):
+    """How a block is drafted.
+
+    Attributes:
+      parent: N parents, -1 first; siblings in draw order.
+      kind: "replace" or "without": siblings are drawn with or without replacement.
+        "point": they are chosen, the k-th child being the k-th token of ``draw``.
+      draw: ``prefix -> [V]``, the law that children are drawn from; for "point" the
+        tokens to choose, at least one for each child.
+      live: ``(prefix, k) -> bool``: is the k-th child of this prefix drawn at all?
+      vote: N booleans; None = all. False marks probe nodes.
+      claim: ``prefix -> [V']``, the row that the block shows; None = ``draw``.
+      to_target: ``[V']`` target ids of the claimed rows; None = the ids agree.
+    """
+
+    parent: Sequence[int]
+    kind: str
+    draw: Table
+    live: Callable[[Prefix, int], bool] = lambda prefix, k: True
+    vote: Sequence[bool] | None = None
+    claim: Table | None = None
+    to_target: Sequence[int] | None = None
+
+
+def branching(*children: int) -> tuple[int, ...]:
+    """Parents of the tree whose nodes of depth d have ``children[d]`` children each.
+
+    Breadth first; ``branching(1, 1)`` is a chain of two drafts, ``branching()`` a root.
+    """
+    parent, level = [-1], [0]
+    for count in children:
+        new = [v for v in level for _ in range(count)]
+        level = list(range(len(parent), len(parent) + len(new)))
+        parent += new
+    return tuple(parent)
+
+
+def random_law(seed: int, vocab: int = 4, zeros: int = 0) -> Table:
+    """Random conditional probabilities ``prefix -> [vocab]``, ``zeros`` of them 0.
+
+    Multiples of 2**-12, so that their float32 sums are exactly 1.
+    """
+
+    @functools.cache
+    def law(prefix: Prefix) -> np.ndarray:
+        random = np.random.default_rng((seed, vocab, zeros, len(prefix), *prefix))
+        size = vocab - zeros
+        share = random.multinomial(4096 - size, random.dirichlet(np.full(size, 0.8)))
+        p = np.zeros(vocab, np.float32)
+        p[random.permutation(vocab)[:size]] = (share + 1) / 4096
+        return p
+
+    return law
+
+
+def one_hot_law(seed: int, vocab: int = 4) -> Table:
+    """A target of temperature 0: all mass on the best token of ``random_law``."""
+    law = random_law(seed, vocab)
+    return lambda prefix: np.eye(vocab, dtype=np.float32)[np.argmax(law(prefix))]
+
+
+def ranking(law: Table) -> Table:
+    """All tokens from the most to the least probable, for drafts of kind "point"."""
+    return lambda prefix: np.argsort(-law(prefix), kind="stable")
+
+
+def drafts(draft: Draft) -> Iterator[tuple[float, Prefix, tuple[bool, ...]]]:
+    """``(chance, tokens, lives)`` of every block; a dead node holds an arbitrary id."""
+    parent, nodes = draft.parent, len(draft.parent)
+
+    def extend(chance: float, token: Prefix, live: tuple[bool, ...]):
+        i = len(token)
+        if i == nodes:
+            yield chance, token, live
+            return
+        older = [j for j in range(1, i) if parent[j] == parent[i]]
+        prefix = _prefix(parent, token, parent[i])
+        choice = {}
+        if live[parent[i]] and draft.live(prefix, len(older)):
+            choice = _choices(draft, prefix, [token[j] for j in older if live[j]])
+        if not choice:
+            yield from extend(chance, (*token, token[-1]), (*live, False))
+        for x, q in choice.items():
+            yield from extend(chance * q, (*token, x), (*live, True))
+
+    return extend(1.0, (0,), (True,))
+
+
+def _choices(draft: Draft, prefix: Prefix, older: list[int]) -> dict[int, float]:
+    """Probability of every token that the next child can have, after ``older`` ones."""
+    if draft.kind == "point":
+        return {int(draft.draw(prefix)[len(older)]): 1.0}
+    q = np.array(draft.draw(prefix), np.float64)
+    if draft.kind == "without":
+        q[older] = 0
+    return {int(x): q[x] / q.sum() for x in np.flatnonzero(q)}
+
+
+def _prefix(parent: Sequence[int], token: Prefix, node: int) -> Prefix:
+    """Tokens on the path from the root, itself excluded, to ``node``."""
+    return (*_prefix(parent, token, parent[node]), token[node]) if node > 0 else ()
+
+
+class Cases(NamedTuple):
+    """D drafted blocks of N nodes.
+
+    Attributes:
+      chance: ``[D]`` float64, probability of drafting this block.
+      token, parent, live, vote: ``[D, N]``.
+      p: ``[D, N, V]`` target's law.  q: ``[D, N, V']`` claimed law or None.
+    """
+
+    chance: np.ndarray
+    token: np.ndarray
+    parent: np.ndarray
+    live: np.ndarray
+    vote: np.ndarray
+    p: np.ndarray
+    q: np.ndarray | None
+
+
+def depth(parent: Sequence[int]) -> int:
+    """Greatest depth of a node."""
+    return max(len(_prefix(parent, tuple(parent), i)) for i in range(len(parent)))
+
+
+def cases(target: Table, draft: Draft, nodes: int = 0) -> Cases:
+    """All drafts of ``draft``, padded with dead nodes to at least ``nodes``.
+
+    Raises:
+      ValueError: if the kind is unknown.
+    """
+    if draft.kind not in ("replace", "without", "point"):
+        raise ValueError(f"unknown kind {draft.kind!r}")
+    used = len(draft.parent)
+    pad = max(0, nodes - used)
+    blocks = [(c, t + t[-1:] * pad, on + (False,) * pad) for c, t, on in drafts(draft)]
+    prefixes = [[_prefix(draft.parent, t, i) for i in range(used)] for _, t, _ in blocks]
+
+    def table(law: Table) -> np.ndarray:
+        known = {x: np.asarray(law(x), np.float32) for b in prefixes for x in b}
+        return np.stack([[known[x] for x in b + b[-1:] * pad] for b in prefixes])
+
+    chance, token, live = (np.array(x) for x in zip(*blocks, strict=True))
+    # Dead nodes continue a chain, so that rules for chains meet one.
+    parent = np.array([*draft.parent, *range(used - 1, used - 1 + pad)], np.int32)
+    vote = np.array([*(draft.vote or [True] * used), *[True] * pad])
+    return Cases(
+        chance=chance,
+        token=token.astype(np.int32),
+        parent=np.broadcast_to(parent, token.shape),
+        live=live,
+        vote=np.broadcast_to(vote, token.shape),
+        p=table(target),
+        q=None if draft.kind == "point" else table(draft.claim or draft.draw),
+    )
+
+
+def merge(parts: Sequence[Cases]) -> Cases:
+    """The blocks of ``parts`` one after the other; all with q or all without."""
+    return Cases(
+        *(
+            None if x[0] is None else np.concatenate(x)
+            for x in zip(*parts, strict=True)
+        )
+    )

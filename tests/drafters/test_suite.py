@@ -1,0 +1,200 @@
+"""One suite that every drafter passes."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+from jspec import decode, drafters, tree, verify
+from jspec.models import transformer
+from jspec.prefill import fill_cache
+from jspec.testing import scripted, tiny
+
+MODEL = tiny.model(seed=3)
+VOCAB = MODEL.target.config.vocab_size
+# Ragged, with a one-token prompt and one that repeats itself.
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5], [7, 8, 9, 7, 8]]
+NEW = 24
+
+
+def plain(prompts=PROMPTS, **kwargs):
+    return jspec.generate(MODEL, None, prompts, max_new_tokens=NEW, **kwargs)
+
+
+PLAIN = plain()
+TEXT = [p + t for p, t in zip(PROMPTS, PLAIN.tokens, strict=True)]
+
+
+def small(seed=3, gamma=3, **changes):
+    return jspec.load_drafter(tiny.model(seed=seed, **changes), MODEL, gamma=gamma)
+
+
+def padded(vocab_size):
+    """A draft model whose head has another number of rows than the target's."""
+    model = tiny.model(seed=3, vocab_size=vocab_size)
+    drafter = drafters.small_model(model.target, VOCAB, gamma=3)
+    return jspec.Draft(drafter, model.params, "padded", VOCAB)
+
+
+CASES = {
+    "ngram": lambda: jspec.Draft(drafters.ngram(gamma=4)),
+    "ngram-first": lambda: jspec.Draft(
+        drafters.ngram(gamma=3, longest=2, pick=drafters.first)
+    ),
+    "ngram-first-whole": lambda: jspec.Draft(
+        drafters.ngram(gamma=2, pick=drafters.first_whole)
+    ),
+    "small-same": small,
+    "small-other": lambda: small(seed=4),
+    "small-more-rows": lambda: padded(VOCAB + 3),
+    "small-fewer-rows": lambda: padded(VOCAB - 5),
+    "scripted-mixture": lambda: scripted.mixture(TEXT, 4, VOCAB),
+}
+
+
+@pytest.fixture(params=CASES, scope="module")
+def draft(request):
+    return CASES[request.param]()
+
+
+def start(draft, temperature=0.0):
+    request = jspec.prepare(
+        MODEL, draft, PROMPTS, max_new_tokens=NEW, temperature=temperature
+    )
+    return request, request.prefill()
+
+
+def test_greedy_output_is_plain_greedy(draft):
+    out = jspec.generate(MODEL, draft, PROMPTS, max_new_tokens=NEW)
+    assert out.tokens == PLAIN.tokens
+    assert out.finish_reason == PLAIN.finish_reason
+
+
+def test_a_ragged_batch_equals_its_singles(draft):
+    if draft.name == "scripted":
+        text = TEXT[1:2]
+        draft = scripted.mixture(text, 4, VOCAB)
+    for temperature in (0.0, 0.8):
+        options = dict(max_new_tokens=NEW, temperature=temperature)
+        whole = jspec.generate(MODEL, draft, PROMPTS[1:2] * 2, seed=[7, 8], **options)
+        one = jspec.generate(MODEL, draft, PROMPTS[1:2], seed=[8], **options)
+        assert whole.tokens[1] == one.tokens[0]
+
+
+def test_coupled_output_is_plain_sampling(draft):
+    options = dict(temperature=0.8, seed=11, rule=verify.coupled)
+    expected = plain(**options)
+    out = jspec.generate(MODEL, draft, PROMPTS, max_new_tokens=NEW, **options)
+    assert out.tokens == expected.tokens
+
+
+def test_blocks_are_well_formed(draft):
+    request, state = start(draft, temperature=1.0)
+    context = jspec.Context(state.tokens, state.length, state.sampling)
+    keys, _ = jspec.sampling.row_keys(state.sampling, state.round)
+    propose = jax.jit(draft.drafter.propose)
+    block, _ = propose(draft.params, state.draft, keys, context)
+    shape = draft.drafter.shape
+    batch = len(PROMPTS)
+    chex.assert_shape([block.token, block.parent, block.live, block.vote], (batch, shape.nodes))
+    parent, live = np.asarray(block.parent), np.asarray(block.live)
+    assert (parent[:, 0] == -1).all()
+    assert (parent[:, 1:] < np.arange(1, shape.nodes)).all() and (parent[:, 1:] >= 0).all()
+    assert live[:, 0].all()
+    for b in range(batch):
+        assert all(live[b, parent[b, i]] for i in range(1, shape.nodes) if live[b, i])
+    depth = tree.depth(tree.ancestors(block.parent))
+    assert int(depth.max()) == shape.depth
+    assert ((block.token >= 0) & (block.token < VOCAB)).all()
+    assert (np.asarray(block.token[:, 0]) == [p[-1] for p in PROMPTS]).all()
+    assert (block.law.q is not None) == shape.dense
+    if shape.dense:
+        np.testing.assert_allclose(block.law.q[:, :-1].sum(-1), 1.0, atol=1e-5)
+
+
+def test_every_round_keeps_the_books(draft):
+    """Counts are bounded and the cache is a fresh prefill of the committed tokens."""
+    request, state = start(draft)
+    shape = draft.drafter.shape
+
+    @jax.jit
+    def one_round(params, state):
+        return jspec.decode_round(
+            params,
+            state,
+            target=MODEL.target,
+            drafter=draft.drafter,
+            rule=request.rule,
+        )
+
+    for _ in range(6):
+        before = state
+        state, info = one_round(request.params, state)
+        emitted = np.asarray(info.emitted)
+        assert ((emitted >= 1) & (emitted <= np.asarray(info.proposed) + 1)).all()
+        assert (np.asarray(info.proposed) <= shape.depth).all()
+        assert (state.length == before.length + emitted).all()
+        assert (state.cache.length == state.length - 1).all()
+        for row, text in enumerate(TEXT):
+            n = int(state.length[row])
+            assert state.tokens[row, :n].tolist() == text[:n]
+    _assert_cache(MODEL.target, MODEL.params, state, state.cache)
+    if shape.dense:
+        config = tiny.config(vocab_size=draft.params.embed.shape[0])
+        _assert_cache(transformer.target(config), draft.params, state, state.draft)
+
+
+def _assert_cache(target, params, state, cache):
+    fresh, _ = fill_cache(target, params, state.tokens, state.length, slots=cache.slots)
+    assert (cache.length == fresh.length).all()
+    live = jnp.arange(cache.slots) < cache.length[:, None]
+    for got, want in zip(cache.k, fresh.k, strict=True):
+        np.testing.assert_allclose(
+            jnp.where(live[:, None, None, :], got, 0),
+            jnp.where(live[:, None, None, :], want, 0),
+            atol=1e-5,
+        )
+    for got, want in zip(cache.v, fresh.v, strict=True):
+        np.testing.assert_allclose(
+            jnp.where(live[:, None, :, None], got, 0),
+            jnp.where(live[:, None, :, None], want, 0),
+            atol=1e-5,
+        )
+
+
+def test_rounds_never_retrace(draft):
+    request, state = start(draft)
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def one_round(params, state):
+        return decode.decode_round(
+            params, state, target=MODEL.target, drafter=draft.drafter, rule=request.rule
+        )[0]
+
+    for _ in range(5):
+        state = one_round(request.params, state)
+
+
+def test_rounds_never_touch_the_host(draft):
+    request, state = start(draft)
+    rounds = jnp.int32(3)
+    with jax.transfer_guard("disallow"):
+        state = request.run(state, rounds)
+    assert int(state.round.max()) == 3
+
+
+def test_ended_rows_stay_as_they_are(draft):
+    """A row that ended early is not disturbed by the rounds of the others."""
+    request = jspec.prepare(MODEL, draft, PROMPTS, max_new_tokens=NEW)
+    state = request.prefill()
+    state = state.replace(limit=state.start + jnp.array([2, NEW, 5]))
+    state = request.run(state, jnp.int32(100))
+    assert (state.length - state.start).tolist() == [2, NEW, 5]
+    for row, text in enumerate(TEXT):
+        n = int(state.length[row])
+        assert state.tokens[row, :n].tolist() == text[:n]
+    _assert_cache(MODEL.target, MODEL.params, state, state.cache)
+
