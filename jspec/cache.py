@@ -55,8 +55,12 @@ class KVCache:
         shift the write onto live rows.) Rows after ``count`` are dead.
         """
         node = jnp.maximum(path, 0)
-        k = tuple(_put(c, b, node, self.length, 3) for c, b in zip(self.k, kv.k, strict=True))
-        v = tuple(_put(c, b, node, self.length, 2) for c, b in zip(self.v, kv.v, strict=True))
+        k = tuple(
+            _put(c, b, node, self.length, 3) for c, b in zip(self.k, kv.k, strict=True)
+        )
+        v = tuple(
+            _put(c, b, node, self.length, 2) for c, b in zip(self.v, kv.v, strict=True)
+        )
         return self.replace(k=k, v=v, length=self.length + count)
 
     def crop(self, slots: int) -> KVCache:

@@ -20,6 +20,7 @@ from jspec import tree
 from jspec.prefill import fill_cache
 from jspec.sampling import Sampling
 from jspec.types import (
+    POINT_MASS,
     Array,
     Block,
     Context,
@@ -117,7 +118,8 @@ _NO_DRAFTS = Drafter(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("target", "drafter", "slots", "chunk", "log_prob", "dtype")
+    jax.jit,
+    static_argnames=("target", "drafter", "slots", "chunk", "log_prob", "dtype"),
 )
 def prefill(
     params: Params,
@@ -199,14 +201,12 @@ def decode_round(
     mask = tree.ancestors(block.parent)
     block = _within_budget(block, mask, state)
 
-    out = target.score(params.target, state.cache, block, taps=drafter.shape.taps)
+    out = _score(target, params.target, state.cache, block, drafter.shape)
     law = smp.law(
         out.logits, state.sampling, state.tokens, state.length, state.start, block, mask
     )
     nodes, vocab = law.p.shape[1:]
-    noise = smp.noise(
-        k_judge, state.sampling, state.length, nodes, depth + 1, vocab
-    )
+    noise = smp.noise(k_judge, state.sampling, state.length, nodes, depth + 1, vocab)
     verdict = jax.vmap(rule)(noise, block, law)
     verdict = verdict.replace(path=verdict.path[:, : depth + 1])
     verdict, count, reason = _cut(state, block, verdict, law, out)
@@ -219,6 +219,30 @@ def decode_round(
     )
     info = Info(_proposed(block, mask), count)
     return _commit(state, cache, draft, verdict, block, out, info, reason), info
+
+
+def _score(target: Target, params, cache, block: Block, shape: DraftShape) -> Scores:
+    """Scores the narrowest prefix of the block that holds every live node.
+
+    One compiled program has a branch for every width; rows of nodes that were left out
+    are zero.
+    """
+
+    def narrow(width: int):
+        part = jax.tree.map(lambda x: x[:, :width], block.replace(law=POINT_MASS))
+        out = target.score(params, cache, part, taps=shape.taps)
+        rest = shape.nodes - width
+
+        def fill(x):
+            return jnp.pad(x, [(0, 0), (0, rest)] + [(0, 0)] * (x.ndim - 2))
+
+        return jax.tree.map(fill, out) if rest else out
+
+    branches = [functools.partial(narrow, w) for w in (*shape.widths, shape.nodes)]
+    beyond = [jnp.any(block.live[:, w:]) for w in shape.widths]
+    if not beyond:
+        return narrow(shape.nodes)
+    return lax.switch(sum(b.astype(jnp.int32) for b in beyond), branches)
 
 
 def _within_budget(block: Block, mask: Array, state: State) -> Block:
@@ -316,7 +340,9 @@ def _commit(
     if log_prob is not None:
         log_prob = insert(log_prob, _plain_log_prob(out.logits, verdict, tokens))
     running = state.reason == RUNNING
-    here = (jnp.arange(state.tokens.shape[1]) == state.round[:, None]) & running[:, None]
+    here = (jnp.arange(state.tokens.shape[1]) == state.round[:, None]) & running[
+        :, None
+    ]
     return state.replace(
         cache=cache,
         draft=draft,

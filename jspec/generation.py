@@ -189,7 +189,9 @@ def prepare(
       TypeError: a drafter that is none.
     """
     config = model.target.config
-    if isinstance(prompts, str) or (len(prompts) and np.ndim(prompts[0]) == 0 and not isinstance(prompts[0], str)):
+    if isinstance(prompts, str) or (
+        len(prompts) and np.ndim(prompts[0]) == 0 and not isinstance(prompts[0], str)
+    ):
         prompts = [prompts]
     if not len(prompts):
         raise ValueError("no prompts; give at least one string or list of token ids")
@@ -203,7 +205,9 @@ def prepare(
         raise ValueError(f"max_new_tokens is {max_new_tokens}; need at least 1")
     ids = encode(model.tokenizer, prompts, config.vocab_size, chat)
     eos = config.eos_ids if eos_ids is None else tuple(eos_ids)
-    knobs = sampling.options(len(ids), vocab_size=config.vocab_size, eos_ids=eos, **options)
+    knobs = sampling.options(
+        len(ids), vocab_size=config.vocab_size, eos_ids=eos, **options
+    )
     depth = draft.drafter.shape.depth
     limit, slots = _budget([len(p) for p in ids], max_new_tokens, depth, slots, config)
     stop = (stop,) if isinstance(stop, str) else tuple(stop)

@@ -204,12 +204,16 @@ class DraftShape(NamedTuple):
       depth: G, the longest path; a chain has ``nodes == depth + 1``.
       taps: target layers whose features it wants (see ``Target.score``).
       dense: does the block carry ``q``, or are its tokens point masses?
+      widths: ascending sizes below ``nodes``. A round whose live nodes all lie among
+        the first ``w`` scores only those: a drafter that often finds nothing to propose
+        names 1, and such a round costs a plain step.
     """
 
     nodes: int
     depth: int
     taps: tuple[int, ...] = ()
     dense: bool = False
+    widths: tuple[int, ...] = ()
 
 
 class Drafter(NamedTuple):

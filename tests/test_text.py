@@ -81,7 +81,9 @@ def test_a_stop_string_cuts_text_tokens_log_probs_counts_and_cache():
     text = [prompt + plain.tokens[0]]
     decoded = [TOKENIZER.decode(plain.tokens[0][:n]) for n in range(41)]
     ascii_at = [
-        i for i, t in enumerate(plain.tokens[0]) if decoded[i + 1][-1:].isascii() and i > 2
+        i
+        for i, t in enumerate(plain.tokens[0])
+        if decoded[i + 1][-1:].isascii() and i > 2
     ]
     stop = TOKENIZER.decode([plain.tokens[0][ascii_at[0]]])
     for draft in (None, scripted.oracle(text, 6, 257), scripted.mixture(text, 6, 257)):

@@ -1,7 +1,7 @@
 """Who drafts. One file per family; each gives a ``Drafter`` of four fields."""
 
-from jspec.drafters.ngram import first, first_whole, latest, ngram
 from jspec.drafters.loading import Draft, load_drafter
+from jspec.drafters.ngram import first, first_whole, latest, ngram
 from jspec.drafters.small_model import small_model
 
 __all__ = [

@@ -79,7 +79,7 @@ def ngram(
         return chain(token, live), state
 
     return Drafter(
-        shape=DraftShape(nodes=gamma + 1, depth=gamma),
+        shape=DraftShape(nodes=gamma + 1, depth=gamma, widths=(1,)),
         init=lambda params, context: (),
         propose=propose,
         update=lambda params, state, feedback: state,

@@ -7,8 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jspec.models import Config, Model
-from jspec.models import transformer
+from jspec.models import Config, Model, transformer
 from jspec.models.config import Rope
 
 _BASE = Config(

@@ -39,7 +39,9 @@ def propose(text, drafter):
     context = jspec.Context(jnp.asarray(tokens), jnp.array([len(text)]), None)
     block, _ = PROPOSE[drafter](context)
     return [
-        int(t) for t, live in zip(block.token[0, 1:], block.live[0, 1:], strict=True) if live
+        int(t)
+        for t, live in zip(block.token[0, 1:], block.live[0, 1:], strict=True)
+        if live
     ]
 
 

@@ -98,10 +98,14 @@ def test_blocks_are_well_formed(draft):
     block, _ = propose(draft.params, state.draft, keys, context)
     shape = draft.drafter.shape
     batch = len(PROMPTS)
-    chex.assert_shape([block.token, block.parent, block.live, block.vote], (batch, shape.nodes))
+    chex.assert_shape(
+        [block.token, block.parent, block.live, block.vote], (batch, shape.nodes)
+    )
     parent, live = np.asarray(block.parent), np.asarray(block.live)
     assert (parent[:, 0] == -1).all()
-    assert (parent[:, 1:] < np.arange(1, shape.nodes)).all() and (parent[:, 1:] >= 0).all()
+    assert (parent[:, 1:] < np.arange(1, shape.nodes)).all() and (
+        parent[:, 1:] >= 0
+    ).all()
     assert live[:, 0].all()
     for b in range(batch):
         assert all(live[b, parent[b, i]] for i in range(1, shape.nodes) if live[b, i])
@@ -166,6 +170,7 @@ def _assert_cache(target, params, state, cache):
 
 def test_rounds_never_retrace(draft):
     request, state = start(draft)
+    chex.clear_trace_counter()
 
     @jax.jit
     @chex.assert_max_traces(n=1)
@@ -197,4 +202,3 @@ def test_ended_rows_stay_as_they_are(draft):
         n = int(state.length[row])
         assert state.tokens[row, :n].tolist() == text[:n]
     _assert_cache(MODEL.target, MODEL.params, state, state.cache)
-
