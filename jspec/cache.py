@@ -11,6 +11,7 @@ stacked array copies it.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -61,18 +62,19 @@ class KVCache:
         v = tuple(
             _put(c, b, node, self.length, 2) for c, b in zip(self.v, kv.v, strict=True)
         )
-        return self.replace(k=k, v=v, length=self.length + count)
+        return dataclasses.replace(self, k=k, v=v, length=self.length + count)
 
     def crop(self, slots: int) -> KVCache:
         """The same cache with fewer slots; ``length`` must fit."""
-        return self.replace(
+        return dataclasses.replace(
+            self,
             k=tuple(c[..., :slots] for c in self.k),
             v=tuple(c[:, :, :slots] for c in self.v),
         )
 
     def rewind(self, length: Array) -> KVCache:
         """The cache of the first ``length [B]`` tokens (at most the present length)."""
-        return self.replace(length=length)
+        return dataclasses.replace(self, length=length)
 
 
 def init(

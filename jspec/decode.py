@@ -7,6 +7,7 @@ who drafts is the drafter's business and what is kept is the rule's. ``run`` is 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -208,7 +209,7 @@ def decode_round(
     nodes, vocab = law.p.shape[1:]
     noise = smp.noise(k_judge, state.sampling, state.length, nodes, depth + 1, vocab)
     verdict = jax.vmap(rule)(noise, block, law)
-    verdict = verdict.replace(path=verdict.path[:, : depth + 1])
+    verdict = dataclasses.replace(verdict, path=verdict.path[:, : depth + 1])
     verdict, count, reason = _cut(state, block, verdict, law, out)
 
     cache = state.cache.append(out.kv, verdict.path, count)
@@ -229,7 +230,9 @@ def _score(target: Target, params, cache, block: Block, shape: DraftShape) -> Sc
     """
 
     def narrow(width: int):
-        part = jax.tree.map(lambda x: x[:, :width], block.replace(law=POINT_MASS))
+        part = jax.tree.map(
+            lambda x: x[:, :width], dataclasses.replace(block, law=POINT_MASS)
+        )
         out = target.score(params, cache, part, taps=shape.taps)
         rest = shape.nodes - width
 
@@ -251,7 +254,7 @@ def _within_budget(block: Block, mask: Array, state: State) -> Block:
     alive = (state.reason == RUNNING)[:, None]
     useful = tree.depth(mask) < room[:, None]
     root = jnp.arange(block.token.shape[1]) == 0
-    return block.replace(live=block.live & ((useful & alive) | root))
+    return dataclasses.replace(block, live=block.live & ((useful & alive) | root))
 
 
 def _proposed(block: Block, mask: Array) -> Array:
@@ -343,7 +346,8 @@ def _commit(
     here = (jnp.arange(state.tokens.shape[1]) == state.round[:, None]) & running[
         :, None
     ]
-    return state.replace(
+    return dataclasses.replace(
+        state,
         cache=cache,
         draft=draft,
         tokens=insert(state.tokens, tokens),
@@ -407,7 +411,8 @@ def truncate(state: State, length: Array, reason: Array) -> State:
     total = jnp.cumsum(state.emitted, -1)
     before = total - state.emitted
     room = (length - state.start)[:, None]
-    return state.replace(
+    return dataclasses.replace(
+        state,
         cache=state.cache.rewind(jnp.minimum(state.cache.length, length - 1)),
         length=length,
         reason=reason,

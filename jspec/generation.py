@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -189,12 +189,6 @@ def prepare(
       TypeError: a drafter that is none.
     """
     config = model.target.config
-    if isinstance(prompts, str) or (
-        len(prompts) and np.ndim(prompts[0]) == 0 and not isinstance(prompts[0], str)
-    ):
-        prompts = [prompts]
-    if not len(prompts):
-        raise ValueError("no prompts; give at least one string or list of token ids")
     draft = _as_draft(drafter)
     if draft.vocab_size not in (None, config.vocab_size):
         raise ValueError(
@@ -203,7 +197,7 @@ def prepare(
         )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; need at least 1")
-    ids = encode(model.tokenizer, prompts, config.vocab_size, chat)
+    ids = encode(model.tokenizer, _as_list(prompts), config.vocab_size, chat)
     eos = config.eos_ids if eos_ids is None else tuple(eos_ids)
     knobs = sampling.options(
         len(ids), vocab_size=config.vocab_size, eos_ids=eos, **options
@@ -223,6 +217,22 @@ def prepare(
             not np.any(np.asarray(knobs.temperature)),
         )
     return Request(model, draft, rule, ids, knobs, stop, limit, slots, log_prob)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts from one prompt or several.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not len(prompts):
+        raise ValueError("no prompts; give at least one string or list of token ids")
+    ids = [p for p in prompts if not isinstance(p, str) and np.ndim(p) == 0]
+    if ids:  # one prompt of token ids
+        return [cast(Sequence[int], prompts)]
+    return list(cast(Sequence[Prompt], prompts))
 
 
 def _as_draft(drafter: Drafter | Draft | None) -> Draft:
@@ -258,7 +268,8 @@ def _budget(lengths: list[int], new: int, depth: int, slots: int | None, config)
         )
     limit = np.minimum(np.asarray(lengths) + new, capacity)
     # Slack for one block: the cache is written a whole path at a time.
-    needed = int(limit.max()) + depth + 1
+    # Slots asked for are allocated whole, so that all calls with them share a program.
+    needed = (int(limit.max()) if slots is None else slots) + depth + 1
     return limit, -(-needed // SLOTS) * SLOTS
 
 

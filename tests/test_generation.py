@@ -50,7 +50,7 @@ def test_an_accepted_eos_ends_the_row_at_any_block_index(index, draft):
 
 
 @pytest.mark.parametrize("new", range(1, GAMMA + 4))
-@pytest.mark.parametrize("draft", [ORACLE, jspec.Draft(drafters.ngram(gamma=3))])
+@pytest.mark.parametrize("draft", [ORACLE, jspec.Draft(drafters.ngram(3, 3, 1))])
 def test_the_budget_is_exact(new, draft):
     out = jspec.generate(MODEL, draft, [PROMPT], max_new_tokens=new)
     assert out.tokens[0] == PLAIN[:new]
@@ -126,7 +126,7 @@ def test_a_windowed_drafter():
 
 
 def test_calls_do_not_remember_each_other():
-    draft = jspec.Draft(drafters.ngram(gamma=GAMMA))
+    draft = jspec.Draft(drafters.ngram(GAMMA, 3, 1))
     other = [9, 8, 9, 8, 9]
     runs = [
         jspec.generate(MODEL, draft, [p], max_new_tokens=20).tokens
@@ -136,7 +136,7 @@ def test_calls_do_not_remember_each_other():
 
 
 def test_capacity_does_not_change_the_drafts():
-    draft = jspec.Draft(drafters.ngram(gamma=GAMMA))
+    draft = jspec.Draft(drafters.ngram(GAMMA, 3, 1))
     outs = [
         jspec.generate(MODEL, draft, [PROMPT], max_new_tokens=30, slots=s)
         for s in (40, 100, 129, 300)
@@ -232,7 +232,7 @@ def test_the_law_of_two_tokens_through_the_whole_loop(name):
     if dense:
         draft = jspec.load_drafter(tiny.model(seed=2, vocab_size=vocab), model, gamma=2)
     else:
-        draft = jspec.Draft(drafters.ngram(gamma=2))
+        draft = jspec.Draft(drafters.ngram(2, 3, 1))
     prompt = [1, 2, 1, 2]
     out = jspec.generate(
         model,

@@ -41,16 +41,18 @@ def first_whole(match: Array, length: Array, gamma: int) -> Array:
 
 @functools.cache
 def ngram(
-    gamma: int = 8, longest: int = 3, shortest: int = 1, pick: Pick = latest
+    gamma: int = 7, longest: int = 5, shortest: int = 3, pick: Pick = latest
 ) -> Drafter:
     """Drafts by prompt lookup.
 
     Looks for the last ``n`` tokens earlier in the text, for ``n = longest .. shortest``;
     the longest n-gram that occurs wins and up to ``gamma`` tokens after the chosen
-    occurrence are proposed. No occurrence, no draft: the round is a plain step.
+    occurrence are proposed. No occurrence, no draft: the round costs a plain step, while
+    a rejected draft costs a whole verification; that is why single tokens are not looked
+    up unless ``shortest`` says so.
 
-    ``pick=first, longest=2`` drafts what transformers drafts, ``pick=first_whole,
-    gamma=10`` what the original code drafts.
+    ``gamma=10, longest=2, shortest=1, pick=first`` drafts what transformers drafts,
+    ``gamma=10, longest=3, shortest=1, pick=first_whole`` what the original code drafts.
 
     Args:
       gamma: most tokens to draft.

@@ -81,15 +81,15 @@ class TokenCache:
         tokens = jax.vmap(lax.dynamic_update_slice_in_dim, in_axes=(0, 0, 0, None))(
             self.tokens, rows, self.length, 0
         )
-        return self.replace(tokens=tokens, length=self.length + count)
+        return dataclasses.replace(self, tokens=tokens, length=self.length + count)
 
     def crop(self, slots: int) -> TokenCache:
         """The same cache with fewer slots; ``length`` must fit."""
-        return self.replace(tokens=self.tokens[:, :slots])
+        return dataclasses.replace(self, tokens=self.tokens[:, :slots])
 
     def rewind(self, length: Array) -> TokenCache:
         """The cache of the first ``length [B]`` tokens (at most the present length)."""
-        return self.replace(length=length)
+        return dataclasses.replace(self, length=length)
 
 
 @functools.cache

@@ -149,7 +149,9 @@ def cases(target: Table, draft: Draft, nodes: int = 0) -> Cases:
     used = len(draft.parent)
     pad = max(0, nodes - used)
     blocks = [(c, t + t[-1:] * pad, on + (False,) * pad) for c, t, on in drafts(draft)]
-    prefixes = [[_prefix(draft.parent, t, i) for i in range(used)] for _, t, _ in blocks]
+    prefixes = [
+        [_prefix(draft.parent, t, i) for i in range(used)] for _, t, _ in blocks
+    ]
 
     def table(law: Table) -> np.ndarray:
         known = {x: np.asarray(law(x), np.float32) for b in prefixes for x in b}
@@ -173,8 +175,5 @@ def cases(target: Table, draft: Draft, nodes: int = 0) -> Cases:
 def merge(parts: Sequence[Cases]) -> Cases:
     """The blocks of ``parts`` one after the other; all with q or all without."""
     return Cases(
-        *(
-            None if x[0] is None else np.concatenate(x)
-            for x in zip(*parts, strict=True)
-        )
+        *(None if x[0] is None else np.concatenate(x) for x in zip(*parts, strict=True))
     )

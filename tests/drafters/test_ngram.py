@@ -67,20 +67,20 @@ def test_drafts_equal_the_reference(text, pick, sizes):
 
 
 def test_no_match_drafts_nothing():
-    assert propose([1, 2, 3, 4], ngram(4)) == []
-    assert propose([1], ngram(4)) == []
+    assert propose([1, 2, 3, 4], ngram(4, shortest=1)) == []
+    assert propose([1], ngram(4, shortest=1)) == []
 
 
 def test_the_latest_and_the_first_match_differ():
     text = [1, 2, 9, 1, 2, 8, 1, 2]
-    assert propose(text, ngram(2, pick=latest)) == [8, 1]
-    assert propose(text, ngram(2, pick=first)) == [9, 1]
+    assert propose(text, ngram(2, shortest=1, pick=latest)) == [8, 1]
+    assert propose(text, ngram(2, shortest=1, pick=first)) == [9, 1]
 
 
 def test_a_longer_match_beats_a_later_one():
     text = [5, 6, 7, 1, 6, 7, 2, 5, 6, 7]
-    assert propose(text, ngram(1, longest=3)) == [1]
-    assert propose(text, ngram(1, longest=2)) == [2]
+    assert propose(text, ngram(1, 3, 1)) == [1]
+    assert propose(text, ngram(1, 2, 1)) == [2]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_longer_match_beats_a_later_one():
         ({"gamma": 0}, "gamma is 0"),
         ({"gamma": -3}, "gamma is -3"),
         ({"longest": 1, "shortest": 2}, "2 .. 1"),
-        ({"shortest": 0}, "0 .. 3"),
+        ({"shortest": 0}, "0 .. 5"),
     ],
 )
 def test_bad_sizes_are_refused(kwargs, message):

@@ -39,12 +39,12 @@ def padded(vocab_size):
 
 
 CASES = {
-    "ngram": lambda: jspec.Draft(drafters.ngram(gamma=4)),
+    "ngram": lambda: jspec.Draft(drafters.ngram(gamma=4, longest=3, shortest=1)),
     "ngram-first": lambda: jspec.Draft(
-        drafters.ngram(gamma=3, longest=2, pick=drafters.first)
+        drafters.ngram(gamma=3, longest=2, shortest=1, pick=drafters.first)
     ),
     "ngram-first-whole": lambda: jspec.Draft(
-        drafters.ngram(gamma=2, pick=drafters.first_whole)
+        drafters.ngram(gamma=2, longest=3, shortest=1, pick=drafters.first_whole)
     ),
     "small-same": small,
     "small-other": lambda: small(seed=4),

@@ -1,6 +1,7 @@
 """Random tiny transformers models, and both sides' logits."""
 
 import functools
+import inspect
 import json
 from pathlib import Path
 
@@ -92,13 +93,13 @@ def hf_logits(model, ids: np.ndarray) -> np.ndarray:
 
 def hf_steps(model, ids: np.ndarray) -> np.ndarray:
     """``[T, V]`` token by token with transformers' own cache."""
-    rows, past = [], None
+    rows, past = [], transformers.DynamicCache(config=model.config)
+    # transformers renames the argument in 5.2x.
+    known = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in known else "past_key_values"
     with torch.no_grad():
         for i in range(ids.shape[1]):
-            out = model(
-                torch.tensor(ids[:, i : i + 1]), past_key_values=past, use_cache=True
-            )
-            past = out.past_key_values
+            out = model(torch.tensor(ids[:, i : i + 1]), use_cache=True, **{name: past})
             rows.append(out.logits[0, -1].float().numpy())
     return np.stack(rows)
 

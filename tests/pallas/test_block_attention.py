@@ -1,0 +1,101 @@
+"""Block attention against a slow float64 softmax over explicit positions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import tree
+from jspec.pallas import block_attention
+
+GARBAGE = 1e30
+
+
+def inputs(seed, batch, nodes, heads, kv_heads, dim, slots):
+    keys = jax.random.split(jax.random.key(seed), 7)
+    normal = jax.random.normal
+    length = jax.random.randint(keys[5], (batch,), 0, slots + 1)
+    live = jnp.arange(slots) < length[:, None]
+    k_cache = normal(keys[1], (batch, kv_heads, dim, slots))
+    v_cache = normal(keys[2], (batch, kv_heads, slots, dim))
+    # Whatever stands in dead slots must not matter.
+    k_cache = jnp.where(live[:, None, None], k_cache, GARBAGE)
+    v_cache = jnp.where(live[:, None, :, None], v_cache, GARBAGE)
+    q = normal(keys[0], (batch, nodes, heads, dim))
+    k = normal(keys[3], (batch, nodes, kv_heads, dim))
+    v = normal(keys[4], (batch, nodes, kv_heads, dim))
+    parent = [
+        [-1]
+        + [int(r) for r in np.random.default_rng(seed + b).integers(0, range(1, nodes))]
+        for b in range(batch)
+    ]
+    masks = {
+        "chain": tree.ancestors(
+            jnp.broadcast_to(jnp.arange(nodes) - 1, (batch, nodes))
+        ),
+        "tree": tree.ancestors(jnp.array(parent)),
+        "diffusion": jnp.ones((batch, nodes, nodes), bool),
+    }
+    return q, k_cache, v_cache, length, k, v, masks
+
+
+def slow(q, k_cache, v_cache, length, k, v, mask, *, scale, window=None, softcap=None):
+    q, k_cache, v_cache, k, v = (
+        np.asarray(x, np.float64) for x in (q, k_cache, v_cache, k, v)
+    )
+    mask, length = np.asarray(mask), np.asarray(length)
+    out = np.zeros_like(q)
+    batch, nodes, heads, _ = q.shape
+    group = heads // k.shape[2]
+    depth = mask.sum(-1) - 1
+    for b, i, h in np.ndindex(batch, nodes, heads):
+        kv = h // group
+        here = length[b] + depth[b, i]
+        keys, values, where = [], [], []
+        for s in range(length[b]):
+            keys.append(k_cache[b, kv, :, s])
+            values.append(v_cache[b, kv, s])
+            where.append(s)
+        for j in np.flatnonzero(mask[b, i]):
+            keys.append(k[b, j, kv])
+            values.append(v[b, j, kv])
+            where.append(length[b] + depth[b, j])
+        seen = [n for n, p in enumerate(where) if window is None or here - p < window]
+        s = np.array([keys[n] for n in seen]) @ q[b, i, h] * scale
+        s = s if softcap is None else softcap * np.tanh(s / softcap)
+        p = np.exp(s - s.max())
+        out[b, i, h] = p / p.sum() @ np.array([values[n] for n in seen])
+    return out
+
+
+SHAPES = {
+    "one row": (2, 1, 4, 4, 8, 16),
+    "grouped": (3, 5, 6, 2, 8, 24),
+    "one kv head": (1, 7, 4, 1, 16, 12),
+}
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "diffusion"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"window": 4}])
+def test_equals_the_slow_softmax(shape, kind, extra):
+    if kind == "diffusion" and extra.get("window"):
+        extra = {"window": 9}  # every node of such a block has the same depth
+    *arrays, masks = inputs(1, *SHAPES[shape])
+    got = jax.jit(lambda *a: block_attention(*a, scale=0.3, **extra))(
+        *arrays, masks[kind]
+    )
+    want = slow(*arrays, masks[kind], scale=0.3, **extra)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_a_mask_of_the_wrong_shape_is_refused():
+    *arrays, masks = inputs(1, *SHAPES["grouped"])
+    with pytest.raises(ValueError, match="mask has shape"):
+        block_attention(*arrays, masks["chain"][:, :-1], scale=1.0)
+
+
+def test_an_unknown_implementation_is_refused():
+    *arrays, masks = inputs(1, *SHAPES["grouped"])
+    with pytest.raises(ValueError, match="cuda"):
+        block_attention(*arrays, masks["chain"], scale=1.0, impl="cuda")
