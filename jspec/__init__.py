@@ -26,7 +26,7 @@ from jspec.generation import (
     prepare,
     stream,
 )
-from jspec.models import Config, Model, load
+from jspec.models import Config, Model, load, save
 from jspec.stats import Stats
 from jspec.types import (
     Block,
@@ -81,6 +81,7 @@ __all__ = [
     "prepare",
     "run",
     "sampling",
+    "save",
     "stream",
     "theory",
     "truncate",

@@ -6,6 +6,7 @@ change a setting of the whole process.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import jax
@@ -23,7 +24,7 @@ def enable_cache() -> Path:
     Returns:
       The folder.
     """
-    chosen = jax.config.jax_compilation_cache_dir
+    chosen = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     folder = Path(chosen) if chosen else cache_root() / "compiled"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # Every program is worth keeping: a start waits for dozens of small ones.

@@ -202,7 +202,7 @@ def decode_round(
     mask = tree.ancestors(block.parent)
     block = _within_budget(block, mask, state)
 
-    out = _score(target, params.target, state.cache, block, drafter.shape)
+    out = score_live(target, params.target, state.cache, block, drafter.shape)
     law = smp.law(
         out.logits, state.sampling, state.tokens, state.length, state.start, block, mask
     )
@@ -222,7 +222,9 @@ def decode_round(
     return _commit(state, cache, draft, verdict, block, out, info, reason), info
 
 
-def _score(target: Target, params, cache, block: Block, shape: DraftShape) -> Scores:
+def score_live(
+    target: Target, params, cache, block: Block, shape: DraftShape
+) -> Scores:
     """Scores the narrowest prefix of the block that holds every live node.
 
     One compiled program has a branch for every width; rows of nodes that were left out

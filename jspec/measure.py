@@ -10,22 +10,22 @@ is timed in turn, run after run, and the median is taken. Milliseconds throughou
 from __future__ import annotations
 
 import dataclasses
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jspec import decode, theory, tree, verify
+from jspec import decode, theory, timing, tree, verify
 from jspec import sampling as smp
 from jspec.decode import State
 from jspec.drafters.loading import Draft
 from jspec.generation import Request, prepare
 from jspec.models import Model
+from jspec.timing import Step, copy_bandwidth
 from jspec.types import Array, Block, Context, Drafter, Feedback, Rule, chain
+
+__all__ = ["Terms", "copy_bandwidth", "terms", "verify_curve"]
 
 # Leaves of a drafter's state up to this size (lengths, counters, features) are set back
 # after every repetition. Larger ones (caches, tables) are carried on: setting them back
@@ -38,19 +38,36 @@ _WARM_ROUNDS = 2  # rounds decoded before measuring
 class Terms:
     """Milliseconds of the parts of a round, all of one batch.
 
+    A drafter with ``shape.widths`` has cheap rounds, in which it found nothing; the two
+    ``idle`` fields are theirs, and equal the full ones for every other drafter.
+
     Attributes:
       ar: a whole round of plain decoding: one target forward of one row a sequence,
         law, draw, cache, the loop's bookkeeping.
       draft: ``drafter.propose`` and ``drafter.update``.
-      verify: ``target.score`` on a block of N nodes, the law at every node, the accept
-        rule, and ``cache.append``.
-      round: the whole ``decode.decode_round``.
+      verify: ``target.score`` on a block of N live nodes, the law at every node, the
+        accept rule, and ``cache.append``.
+      round: the whole ``decode.decode_round``, all N nodes live.
+      idle_verify, idle_round: the same when the root alone is live.
     """
 
     ar: float
     draft: float
     verify: float
     round: float
+    idle_verify: float
+    idle_round: float
+
+    def at(self, drafted: float) -> Terms:
+        """The mean over rounds of which the share ``drafted`` had a draft."""
+        verify, round_ = (
+            drafted * full + (1 - drafted) * idle
+            for full, idle in (
+                (self.verify, self.idle_verify),
+                (self.round, self.idle_round),
+            )
+        )
+        return dataclasses.replace(self, verify=verify, round=round_)
 
     @property
     def overhead(self) -> float:
@@ -101,14 +118,20 @@ def terms(
     slots = slots or _enough(model, draft, prompts)
     plain, plain_state = ready(None, None)
     ours, state = ready(draft, rule)
-    feedback = _feedback(ours, state)
-    steps = {
-        "ar": _loop(_round_step(plain), plain_state),
-        "draft": _loop(_draft_step(ours, feedback), ready(draft, rule)[1]),
-        "verify": _loop(_verify_step(ours, feedback.block), ready(draft, rule)[1]),
-        "round": _loop(_round_step(ours), state),
+    params, feedback = ours.params, _feedback(ours, state)
+    nodes = jnp.int32(ours.draft.drafter.shape.nodes)
+    widths = {"": nodes, "idle_": jnp.int32(1)}
+    verify = {w + "verify": (params, feedback.block, n) for w, n in widths.items()}
+    round_ = {w + "round": (params, n) for w, n in widths.items()}
+    loops = {
+        **timing.loops(_round_step(plain), {"ar": (plain.params, nodes)}, plain_state),
+        **timing.loops(
+            _draft_step(ours), {"draft": (params, feedback)}, ready(draft, rule)[1]
+        ),
+        **timing.loops(_verify_step(ours), verify, ready(draft, rule)[1]),
+        **timing.loops(_round_step(ours), round_, state),
     }
-    return Terms(**in_turn(steps, repetitions, runs))
+    return Terms(**timing.in_turn(loops, repetitions, runs))
 
 
 def verify_curve(
@@ -142,134 +165,70 @@ def verify_curve(
             out = model.target.score(params, carry, chain(tokens + zero))
             return carry, smp.argmax(out.logits)
 
-        return _loop((score, model.params), cache, donate=False)
+        return timing.loops(score, {width: model.params}, cache, donate=False)
 
-    return in_turn({n: step(n) for n in widths}, repetitions, runs)
-
-
-def copy_bandwidth(megabytes: int = 256, runs: int = 7) -> float:
-    """Memory bandwidth in GB/s (1e9 bytes): the fastest of ``runs`` reads of an array.
-
-    A product of a matrix with a vector, spread by XLA over all cores: what reads memory
-    fastest, and what decoding does.
-    """
-    rows = megabytes * 2**20 // (4 * 4096)
-    matrix, vector = jnp.ones((rows, 4096)), jnp.ones(4096)
-    read = jax.jit(lambda m, v: m @ v)
-    jax.block_until_ready(read(matrix, vector))
-    best = min(_seconds(read, matrix, vector) for _ in range(runs))
-    return matrix.nbytes / best / 1e9
-
-
-# --- loops ----------------------------------------------------------------------------
-
-# (params, carry, zero) -> (carry, results). ``zero`` is 0 in a way XLA cannot know.
-Step = Callable[[Any, Any, Array], tuple[Any, Any]]
-
-
-def in_turn(
-    loops: Mapping[Any, Callable[[int], None]], repetitions: int, runs: int
-) -> dict[Any, float]:
-    """Median milliseconds of one step of every loop, the loops taking turns.
-
-    Args:
-      loops: name to a function that runs so many steps and waits for them.
-      repetitions: steps a call.  runs: timed calls of each loop.
-
-    Raises:
-      ValueError: unless both are at least 1.
-    """
-    if repetitions < 1 or runs < 1:
-        raise ValueError(f"repetitions {repetitions} and runs {runs} must be >= 1")
-    for loop in loops.values():
-        loop(1)  # compiles
-    times: dict[Any, list[float]] = {name: [] for name in loops}
-    for _ in range(runs):
-        for name, loop in loops.items():
-            times[name].append(_seconds(loop, repetitions))
-    return {n: 1e3 * statistics.median(t) / repetitions for n, t in times.items()}
-
-
-def _seconds(function, *arguments) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(function(*arguments))
-    return time.perf_counter() - start
-
-
-def _loop(step: tuple[Step, Any], carry: Any, donate: bool = True) -> Callable:
-    """A function of the number of steps that runs them in one program."""
-    function, params = step
-
-    def many(params, carry, count):
-        def body(_, state):
-            carry, zero = state
-            carry, results = function(params, carry, zero)
-            return carry, _zero(results)
-
-        return lax.fori_loop(0, count, body, (carry, jnp.int32(0)))
-
-    program = jax.jit(many, donate_argnums=(1,) if donate else ())
-    held = [carry]
-
-    def run(count: int) -> None:
-        result, _ = jax.block_until_ready(program(params, held[0], jnp.int32(count)))
-        held[0] = result if donate else held[0]
-
-    return run
-
-
-def _zero(results: Any) -> Array:
-    """0 that depends on every number of the small leaves of ``results``."""
-    total = jnp.float32(0)
-    for leaf in jax.tree.leaves(results):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        total += jnp.sum(leaf.astype(jnp.float32))
-    return (total == jnp.float32(1.2345e33)).astype(jnp.int32)
+    loops = {n: loop for width in widths for n, loop in step(width).items()}
+    return timing.in_turn(loops, repetitions, runs)
 
 
 # --- steps ----------------------------------------------------------------------------
 
 
-def _round_step(request: Request) -> tuple[Step, Any]:
-    def step(params, state: State, zero):
+def _round_step(request: Request) -> Step:
+    drafter = request.draft.drafter
+
+    def step(given, state: State, zero):
+        params, width = given
+
+        def propose(*arguments):
+            block, draft = drafter.propose(*arguments)
+            return _first(block, width), draft
+
         new, info = decode.decode_round(
             params,
             _shift(state, zero),
             target=request.model.target,
-            drafter=request.draft.drafter,
+            drafter=drafter._replace(propose=propose),
             rule=request.rule,
         )
         cache = new.cache.rewind(state.cache.length)
         draft, small = _set_back(new.draft, state.draft)
-        results = info, small, new.replace(cache=None, draft=None, sampling=None)
-        return state.replace(cache=cache, draft=draft), results
+        kept = dataclasses.replace(state, cache=cache, draft=draft)
+        new = dataclasses.replace(new, cache=None, draft=None, sampling=None)
+        return kept, (info, small, new)
 
-    return step, request.params
+    return step
 
 
-def _verify_step(request: Request, block: Block) -> tuple[Step, Any]:
+def _verify_step(request: Request) -> Step:
     def step(given, state: State, zero):
-        params, block = given
-        moved = block.replace(token=block.token + zero)
+        params, block, width = given
+        moved = dataclasses.replace(_first(block, width), token=block.token + zero)
         verdict, out = _judge(params, state, moved, request)
         cache = state.cache.append(out.kv, verdict.path, verdict.n_accept + 1)
-        return state.replace(cache=cache.rewind(state.cache.length)), verdict
+        cache = cache.rewind(state.cache.length)
+        return dataclasses.replace(state, cache=cache), verdict
 
-    return step, (request.params, block)
+    return step
 
 
-def _draft_step(request: Request, feedback: Feedback) -> tuple[Step, Any]:
+def _draft_step(request: Request) -> Step:
     drafter = request.draft.drafter
 
     def step(given, state: State, zero):
         params, feedback = given
         block, draft = _propose(params, _shift(state, zero), drafter)
-        told = feedback.replace(block=block, sampling=state.sampling)
+        told = dataclasses.replace(feedback, block=block, sampling=state.sampling)
         draft, small = _set_back(drafter.update(params.draft, draft, told), state.draft)
-        return state.replace(draft=draft), (block, small)
+        return dataclasses.replace(state, draft=draft), (block, small)
 
-    return step, (request.params, feedback)
+    return step
+
+
+def _first(block: Block, width: Array) -> Block:
+    """The block with exactly its first ``width`` nodes live."""
+    live = jnp.arange(block.live.shape[1]) < width
+    return dataclasses.replace(block, live=jnp.broadcast_to(live, block.live.shape))
 
 
 def _feedback(request: Request, state: State) -> Feedback:
@@ -292,7 +251,8 @@ def _propose(params, state: State, drafter: Drafter):
 def _judge(params, state: State, block: Block, request: Request):
     """Score, law, noise and rule of a round; see ``decode.decode_round``."""
     shape, mask = request.draft.drafter.shape, tree.ancestors(block.parent)
-    out = request.model.target.score(params.target, state.cache, block, taps=shape.taps)
+    model = request.model.target
+    out = decode.score_live(model, params.target, state.cache, block, shape)
     law = smp.law(
         out.logits, state.sampling, state.tokens, state.length, state.start, block, mask
     )
@@ -300,13 +260,14 @@ def _judge(params, state: State, block: Block, request: Request):
     nodes, vocab = law.p.shape[1:]
     noise = smp.noise(key, state.sampling, state.length, nodes, shape.depth + 1, vocab)
     verdict = verify.batched(request.rule)(noise, block, law)
-    return verdict.replace(path=verdict.path[:, : shape.depth + 1]), out
+    path = verdict.path[:, : shape.depth + 1]
+    return dataclasses.replace(verdict, path=path), out
 
 
 def _shift(state: State, zero: Array) -> State:
     """The state, its lengths depending on the repetition before."""
     cache = state.cache.rewind(state.cache.length + zero)
-    return state.replace(cache=cache, length=state.length + zero)
+    return dataclasses.replace(state, cache=cache, length=state.length + zero)
 
 
 def _set_back(new: Any, old: Any) -> tuple[Any, list[Array]]:

@@ -14,9 +14,11 @@ class Stats:
 
     Attributes:
       rounds: target forwards over a block (prefill not counted).
+      drafted: rounds with at least one draft.
       new_tokens: emitted tokens, after the cut at a stop and at the budget.
       tau: mean emitted tokens per target forward, the bonus included.
       proposed: drafts on the longest live path, summed over rounds.
+      drafted_rounds: rounds in which anything was drafted.
       accepted: emitted tokens beyond the one that a plain step would have given.
       acceptance_by_depth: for depth 1, 2, ..: of all rounds, the share that emitted
         more than this many tokens, so that ``tau = 1 + sum(acceptance_by_depth)``.
@@ -26,8 +28,10 @@ class Stats:
     rounds: int
     new_tokens: int
     proposed: int
+    drafted_rounds: int
     accepted: int
     acceptance_by_depth: tuple[float, ...]
+    drafted: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     rows: tuple[Stats, ...] = ()
@@ -72,6 +76,8 @@ def _count(emitted: np.ndarray, proposed: np.ndarray, depth: int) -> Stats:
         rounds=rounds,
         new_tokens=int(emitted.sum()),
         proposed=int(proposed.sum()),
+        drafted_rounds=int((proposed > 0).sum()),
+        drafted=int(np.sum(proposed > 0)),
         accepted=int((emitted - 1).sum()),
         acceptance_by_depth=tuple(
             float(np.mean(emitted > d)) if rounds else 0.0 for d in range(1, depth + 1)
@@ -96,6 +102,8 @@ def merge(parts: Sequence[Stats]) -> Stats:
         rounds=rounds,
         new_tokens=sum(p.new_tokens for p in parts),
         proposed=sum(p.proposed for p in parts),
+        drafted_rounds=sum(p.drafted_rounds for p in parts),
+        drafted=sum(p.drafted for p in parts),
         accepted=sum(p.accepted for p in parts),
         acceptance_by_depth=tuple(share(d) for d in range(depth)),
         seconds=sum(p.seconds for p in parts),

@@ -12,7 +12,7 @@ Prefix = tuple[int, ...]  # tokens after the root
 Table = Callable[[Prefix], np.ndarray]
 
 
-class Draft(NamedTuple):
+class Scheme(NamedTuple):
     """How a block is drafted.
 
     Attributes:
@@ -21,7 +21,7 @@ class Draft(NamedTuple):
         "point": they are chosen, the k-th child being the k-th token of ``draw``.
       draw: ``prefix -> [V]``, the law that children are drawn from; for "point" the
         tokens to choose, at least one for each child.
-      live: ``(prefix, k) -> bool``: is the k-th child of this prefix drawn at all?
+      live: ``(tokens, i) -> bool``: is node i drawn at all, given all nodes before it?
       vote: N booleans; None = all. False marks probe nodes.
       claim: ``prefix -> [V']``, the row that the block shows; None = ``draw``.
       to_target: ``[V']`` target ids of the claimed rows; None = the ids agree.
@@ -30,7 +30,7 @@ class Draft(NamedTuple):
     parent: Sequence[int]
     kind: str
     draw: Table
-    live: Callable[[Prefix, int], bool] = lambda prefix, k: True
+    live: Callable[[Prefix, int], bool] = lambda tokens, i: True
     vote: Sequence[bool] | None = None
     claim: Table | None = None
     to_target: Sequence[int] | None = None
@@ -67,6 +67,11 @@ def random_law(seed: int, vocab: int = 4, zeros: int = 0) -> Table:
     return law
 
 
+def random_target(seed: int, vocab: int = 4) -> Table:
+    """``random_law``, truncated for odd seeds."""
+    return random_law(seed, vocab, zeros=seed % 2)
+
+
 def one_hot_law(seed: int, vocab: int = 4) -> Table:
     """A target of temperature 0: all mass on the best token of ``random_law``."""
     law = random_law(seed, vocab)
@@ -78,9 +83,9 @@ def ranking(law: Table) -> Table:
     return lambda prefix: np.argsort(-law(prefix), kind="stable")
 
 
-def drafts(draft: Draft) -> Iterator[tuple[float, Prefix, tuple[bool, ...]]]:
+def drafts(scheme: Scheme) -> Iterator[tuple[float, Prefix, tuple[bool, ...]]]:
     """``(chance, tokens, lives)`` of every block; a dead node holds an arbitrary id."""
-    parent, nodes = draft.parent, len(draft.parent)
+    parent, nodes = scheme.parent, len(scheme.parent)
 
     def extend(chance: float, token: Prefix, live: tuple[bool, ...]):
         i = len(token)
@@ -88,10 +93,10 @@ def drafts(draft: Draft) -> Iterator[tuple[float, Prefix, tuple[bool, ...]]]:
             yield chance, token, live
             return
         older = [j for j in range(1, i) if parent[j] == parent[i]]
-        prefix = _prefix(parent, token, parent[i])
         choice = {}
-        if live[parent[i]] and draft.live(prefix, len(older)):
-            choice = _choices(draft, prefix, [token[j] for j in older if live[j]])
+        if live[parent[i]] and scheme.live(token, i):
+            above = prefix(parent, token, parent[i])
+            choice = _choices(scheme, above, [token[j] for j in older if live[j]])
         if not choice:
             yield from extend(chance, (*token, token[-1]), (*live, False))
         for x, q in choice.items():
@@ -100,19 +105,19 @@ def drafts(draft: Draft) -> Iterator[tuple[float, Prefix, tuple[bool, ...]]]:
     return extend(1.0, (0,), (True,))
 
 
-def _choices(draft: Draft, prefix: Prefix, older: list[int]) -> dict[int, float]:
+def _choices(scheme: Scheme, above: Prefix, older: list[int]) -> dict[int, float]:
     """Probability of every token that the next child can have, after ``older`` ones."""
-    if draft.kind == "point":
-        return {int(draft.draw(prefix)[len(older)]): 1.0}
-    q = np.array(draft.draw(prefix), np.float64)
-    if draft.kind == "without":
+    if scheme.kind == "point":
+        return {int(scheme.draw(above)[len(older)]): 1.0}
+    q = np.array(scheme.draw(above), np.float64)
+    if scheme.kind == "without":
         q[older] = 0
     return {int(x): q[x] / q.sum() for x in np.flatnonzero(q)}
 
 
-def _prefix(parent: Sequence[int], token: Prefix, node: int) -> Prefix:
+def prefix(parent: Sequence[int], token: Prefix, node: int) -> Prefix:
     """Tokens on the path from the root, itself excluded, to ``node``."""
-    return (*_prefix(parent, token, parent[node]), token[node]) if node > 0 else ()
+    return (*prefix(parent, token, parent[node]), token[node]) if node > 0 else ()
 
 
 class Cases(NamedTuple):
@@ -135,22 +140,22 @@ class Cases(NamedTuple):
 
 def depth(parent: Sequence[int]) -> int:
     """Greatest depth of a node."""
-    return max(len(_prefix(parent, tuple(parent), i)) for i in range(len(parent)))
+    return max(len(prefix(parent, tuple(parent), i)) for i in range(len(parent)))
 
 
-def cases(target: Table, draft: Draft, nodes: int = 0) -> Cases:
-    """All drafts of ``draft``, padded with dead nodes to at least ``nodes``.
+def cases(target: Table, scheme: Scheme, nodes: int = 0) -> Cases:
+    """All drafts of ``scheme``, padded with dead nodes to at least ``nodes``.
 
     Raises:
       ValueError: if the kind is unknown.
     """
-    if draft.kind not in ("replace", "without", "point"):
-        raise ValueError(f"unknown kind {draft.kind!r}")
-    used = len(draft.parent)
+    if scheme.kind not in ("replace", "without", "point"):
+        raise ValueError(f"unknown kind {scheme.kind!r}")
+    used = len(scheme.parent)
     pad = max(0, nodes - used)
-    blocks = [(c, t + t[-1:] * pad, on + (False,) * pad) for c, t, on in drafts(draft)]
+    blocks = [(c, t + t[-1:] * pad, on + (False,) * pad) for c, t, on in drafts(scheme)]
     prefixes = [
-        [_prefix(draft.parent, t, i) for i in range(used)] for _, t, _ in blocks
+        [prefix(scheme.parent, t, i) for i in range(used)] for _, t, _ in blocks
     ]
 
     def table(law: Table) -> np.ndarray:
@@ -159,8 +164,8 @@ def cases(target: Table, draft: Draft, nodes: int = 0) -> Cases:
 
     chance, token, live = (np.array(x) for x in zip(*blocks, strict=True))
     # Dead nodes continue a chain, so that rules for chains meet one.
-    parent = np.array([*draft.parent, *range(used - 1, used - 1 + pad)], np.int32)
-    vote = np.array([*(draft.vote or [True] * used), *[True] * pad])
+    parent = np.array([*scheme.parent, *range(used - 1, used - 1 + pad)], np.int32)
+    vote = np.array([*(scheme.vote or [True] * used), *[True] * pad])
     return Cases(
         chance=chance,
         token=token.astype(np.int32),
@@ -168,7 +173,7 @@ def cases(target: Table, draft: Draft, nodes: int = 0) -> Cases:
         live=live,
         vote=np.broadcast_to(vote, token.shape),
         p=table(target),
-        q=None if draft.kind == "point" else table(draft.claim or draft.draw),
+        q=None if scheme.kind == "point" else table(scheme.claim or scheme.draw),
     )
 
 

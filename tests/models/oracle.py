@@ -104,7 +104,7 @@ def hf_steps(model, ids: np.ndarray) -> np.ndarray:
     return np.stack(rows)
 
 
-def logits(model, ids: np.ndarray, chunks=None, dtype=jnp.float32, **score) -> np.ndarray:
+def logits(model, ids: np.ndarray, chunks=None, dtype=jnp.float32) -> np.ndarray:
     """jspec's ``[T, V]``, scored in chunks of the given sizes (None: all at once)."""
     count = ids.shape[1]
     cache = model.target.init_cache(1, count + 8, dtype)
@@ -120,14 +120,14 @@ def logits(model, ids: np.ndarray, chunks=None, dtype=jnp.float32, **score) -> n
 
 @functools.cache
 def _step(target):
-    @jax.jit
     def step(params, cache, part):
         out = target.score(params, cache, types.chain(part))
         size = part.shape[1]
         path = jnp.arange(size)[None]
         return out.logits, cache.append(out.kv, path, jnp.array([size]))
 
-    return step
+    # Compiling takes the time here, not running.
+    return jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def edit_config(folder: Path, change) -> None:

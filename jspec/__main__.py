@@ -1,0 +1,5 @@
+"""``python -m jspec``."""
+
+from jspec.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,95 @@
+"""Timing of compiled loops: the host's share spread thin, rivals taking turns."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.types import Array
+
+
+def copy_bandwidth(megabytes: int = 256, runs: int = 7) -> float:
+    """Memory bandwidth in GB/s (1e9 bytes): the fastest of ``runs`` reads of an array.
+
+    A product of a matrix with a vector, spread by XLA over all cores: what reads memory
+    fastest, and what decoding does.
+    """
+    rows = megabytes * 2**20 // (4 * 4096)
+    matrix, vector = jnp.ones((rows, 4096)), jnp.ones(4096)
+    read = jax.jit(lambda m, v: m @ v)
+    jax.block_until_ready(read(matrix, vector))
+    best = min(_seconds(read, matrix, vector) for _ in range(runs))
+    return matrix.nbytes / best / 1e9
+
+
+# (given, carry, zero) -> (carry, results). ``zero`` is 0 in a way XLA cannot know.
+Step = Callable[[Any, Any, Array], tuple[Any, Any]]
+
+
+def in_turn(
+    programs: Mapping[Any, Callable[[int], None]], repetitions: int, runs: int
+) -> dict[Any, float]:
+    """Median milliseconds of one step of every loop, taking turns.
+
+    Args:
+      programs: name to a function that runs so many steps and waits for them.
+      repetitions: steps a call.  runs: timed calls of each loop.
+
+    Raises:
+      ValueError: unless both are at least 1.
+    """
+    if repetitions < 1 or runs < 1:
+        raise ValueError(f"repetitions {repetitions} and runs {runs} must be >= 1")
+    for loop in programs.values():
+        loop(1)  # compiles
+    times: dict[Any, list[float]] = {name: [] for name in programs}
+    for _ in range(runs):
+        for name, loop in programs.items():
+            times[name].append(_seconds(loop, repetitions))
+    return {n: 1e3 * statistics.median(t) / repetitions for n, t in times.items()}
+
+
+def _seconds(function, *arguments) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    return time.perf_counter() - start
+
+
+def loops(
+    step: Step, given: Mapping[Any, Any], carry: Any, donate: bool = True
+) -> dict[Any, Callable[[int], None]]:
+    """For every name a function of the number of steps; they share program and carry."""
+
+    def many(given, carry, count):
+        def body(_, state):
+            carry, zero = state
+            carry, results = step(given, carry, zero)
+            return carry, zero_of(results)
+
+        return lax.fori_loop(0, count, body, (carry, jnp.int32(0)))
+
+    program = jax.jit(many, donate_argnums=(1,) if donate else ())
+    held = [carry]
+
+    def run(given: Any, count: int) -> None:
+        result, _ = jax.block_until_ready(program(given, held[0], jnp.int32(count)))
+        held[0] = result if donate else held[0]
+
+    return {name: functools.partial(run, g) for name, g in given.items()}
+
+
+def zero_of(results: Any) -> Array:
+    """0 that depends on every number of the small leaves of ``results``."""
+    total = jnp.float32(0)
+    for leaf in jax.tree.leaves(results):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        total += jnp.sum(leaf.astype(jnp.float32))
+    return (total == jnp.float32(1.2345e33)).astype(jnp.int32)
