@@ -1,31 +1,38 @@
-"""Prompt lookup: tokens for free where the answer repeats the prompt.
+"""Prompt lookup: drafts copied from the text itself, no second model at all.
 
-    python experiments/ngram.py
+Shows, for every draft length of --gamma, how many drafts are kept in each kind of text
+and what that gains over plain decoding. It pays where the answer repeats the prompt or
+itself (summaries, code, rewriting) and costs little elsewhere, since a round without a
+match is a plain step.
 
-decodes the packaged prompts plainly and with prompt lookup, in turn, and prints tau, the
-acceptance by depth and the speed-up by category. The gain is on text that is copied
-(code, summaries, extraction); a round that finds nothing costs a plain step.
+    python experiments/ngram.py --gamma 3 7 15 --limit 12
 """
 
-from jspec import Draft, bench, drafters
+import argparse
+import sys
+from collections.abc import Sequence
 
-PICKS = {"latest": drafters.latest, "first": drafters.first}
+from jspec import bench
+from jspec.models import Model
 
 
-def main() -> None:
-    parser = bench.argument_parser(__doc__.split("\n")[0])
-    parser.add_argument("--gamma", default="7", help="longest draft; several: 4,7,12")
-    parser.add_argument("--longest", type=int, default=5, help="longest n-gram")
-    parser.add_argument("--shortest", type=int, default=3, help="shortest n-gram")
-    parser.add_argument("--pick", choices=PICKS, default="latest", help="which match")
-    args = parser.parse_args()
-    target = bench.start(args)
-    methods = []
-    for gamma in map(int, args.gamma.split(",")):
-        drafter = drafters.ngram(gamma, args.longest, args.shortest, PICKS[args.pick])
-        methods.append(bench.Method(f"ngram-{gamma}", Draft(drafter, name="ngram")))
-    bench.run(args, target, methods)
+def methods(model: Model, args: argparse.Namespace) -> Sequence[bench.Method]:
+    gammas = args.gamma[:1] if args.smoke else args.gamma
+    return [bench.method(args.drafter, model, args.rule, gamma) for gamma in gammas]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = bench.argument_parser(__doc__)
+    parser.add_argument(
+        "--gamma",
+        type=int,
+        nargs="+",
+        default=[7],
+        metavar="N",
+        help="most tokens drafted a round; one method for each (7)",
+    )
+    return bench.main(parser, methods, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

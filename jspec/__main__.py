@@ -1,5 +1,8 @@
-"""``python -m jspec``."""
+"""``python -m jspec`` is the command line."""
+
+import sys
 
 from jspec.cli import main
 
-raise SystemExit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,11 +2,12 @@
 
 from jspec.drafters.loading import Draft, load_drafter
 from jspec.drafters.ngram import first, first_whole, latest, ngram
-from jspec.drafters.small_model import small_model
+from jspec.drafters.small_model import first_layers, small_model
 
 __all__ = [
     "Draft",
     "first",
+    "first_layers",
     "first_whole",
     "latest",
     "load_drafter",

@@ -7,12 +7,14 @@ judge the ratio.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from jspec import sampling as smp
+from jspec.models import Model, target
 from jspec.prefill import fill_cache
 from jspec.types import (
     Array,
@@ -84,6 +86,33 @@ def small_model(
 
     shape = DraftShape(nodes=gamma + 1, depth=gamma, dense=True)
     return Drafter(shape, init, propose, update)
+
+
+def first_layers(model: Model, count: int) -> Model:
+    """The first ``count`` layers of a model under its own final norm and head.
+
+    A small model that is always at hand, and a poor one: nothing has trained these
+    layers to end in the head. It shares its arrays, but computes and caches apart from
+    the model it is taken from.
+
+    Raises:
+      ValueError: unless ``1 <= count < layers``.
+    """
+    config = model.config
+    if not 1 <= count < config.layers:
+        raise ValueError(
+            f"{count} layers of {model.name}, which has {config.layers}; take at least "
+            f"1 and at most {config.layers - 1}"
+        )
+    cut = dataclasses.replace(
+        config,
+        layers=count,
+        windows=config.windows[:count],
+        ropes=config.ropes[:count],
+    )
+    params = dataclasses.replace(model.params, layers=model.params.layers[:count])
+    name = f"{model.name}[:{count}]"
+    return dataclasses.replace(model, name=name, target=target(cut), params=params)
 
 
 def _per_step(key: Array, gamma: int):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-import jspec.models as models
+from jspec import models
 from jspec.models.hf import config_from_hf, config_to_hf
 
 T = 40  # five windows of 8
