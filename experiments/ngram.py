@@ -13,12 +13,25 @@ import sys
 from collections.abc import Sequence
 
 from jspec import bench
+from jspec.drafters import Draft, first, latest, ngram
 from jspec.models import Model
+
+PICKS = {"latest": latest, "first": first}
 
 
 def methods(model: Model, args: argparse.Namespace) -> Sequence[bench.Method]:
     gammas = args.gamma[:1] if args.smoke else args.gamma
-    return [bench.method(args.drafter, model, args.rule, gamma) for gamma in gammas]
+    if args.drafter != "ngram":  # for comparison
+        return [bench.method(args.drafter, model, args.rule, n) for n in gammas]
+    rule, pick = bench.RULES.get(args.rule), PICKS[args.pick]
+    return [
+        bench.Method(
+            f"ngram gamma {gamma}",
+            Draft(ngram(gamma, args.longest, args.shortest, pick), name="ngram"),
+            rule,
+        )
+        for gamma in gammas
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=[7],
         metavar="N",
         help="most tokens drafted a round; one method for each (7)",
+    )
+    parser.add_argument("--longest", type=int, default=5, help="longest n-gram (5)")
+    parser.add_argument("--shortest", type=int, default=3, help="shortest n-gram (3)")
+    parser.add_argument(
+        "--pick", choices=PICKS, default="latest", help="which match to copy (latest)"
     )
     return bench.main(parser, methods, argv)
 

@@ -1,82 +1,114 @@
-"""Decode and verify time against block width on this device, beside its roofline.
+"""What a block costs: time of one target forward against block width, and the roofline.
+
+Speculation pays because scoring N tokens costs little more than scoring one while
+memory is the limit: the weights are read once either way. The table shows what this
+device really does, beside the bound of its measured bandwidth and arithmetic. A ratio
+of 1.7 at N = 8 means that a round must emit more than 1.7 tokens to gain anything.
 
     python experiments/roofline.py --plot roofline.png
-
-A block of N nodes reads the weights once, so a perfect memory-bound device would verify
-N nodes in the time of one. The table shows what this one does.
 """
 
 import argparse
 import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import jax
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from rich.console import Console
+import jax.numpy as jnp
 from rich.table import Table
 
-import jspec
-from jspec import measure, theory
+from jspec import bench, measure, record, report, theory
 from jspec.compilation import enable_cache
+from jspec.models import Model, load
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--widths", default="1,2,4,8,12,16,32", help="block nodes")
-    parser.add_argument("--context", type=int, default=256, help="cached tokens")
-    parser.add_argument("--plot", help="write a PNG here")
-    parser.add_argument("--json", help="append the result to this file")
-    parser.add_argument("--smoke", action="store_true", help="three widths, few runs")
-    args = parser.parse_args()
-    enable_cache()
-    model = jspec.load(args.target)
-    widths = [int(w) for w in ("1,4,8" if args.smoke else args.widths).split(",")]
-    runs = {"repetitions": 3, "runs": 3} if args.smoke else {}
-    times = measure.verify_curve(model, widths, context=args.context, **runs)
-    bandwidth = measure.copy_bandwidth()
-    size = sum(x.nbytes for x in jax.tree.leaves(model.params)) / 1e9
-    bound = size / bandwidth * 1e3
-    table = Table(title=f"{model.name}, {args.context} tokens cached")
-    for column in ("N", "ms", "ms / ms(1)", "memory bound ms", "share of bandwidth"):
-        table.add_column(column, justify="right")
-    for n, ms in times.items():
-        table.add_row(
-            str(n),
-            f"{ms:.1f}",
-            f"{ms / times[widths[0]]:.2f}",
-            f"{bound:.1f}",
-            f"{100 * bound / ms:.0f}%",
-        )
-    console = Console()
-    console.print(table)
-    console.print(
-        f"weights {size:.2f} GB, measured read bandwidth {bandwidth:.1f} GB/s"
+def measured_chip() -> theory.Chip:
+    """This device by a read of memory and a large product of float32 matrices."""
+    size = 1024
+    square, product = jnp.ones((size, size)), jax.jit(jnp.matmul)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(product(square, square))
+        return time.perf_counter() - start
+
+    best = min(seconds() for _ in range(8))
+    bandwidth = measure.copy_bandwidth() * 1e9
+    return theory.Chip("this device", 2 * size**3 / best, bandwidth)
+
+
+def bounds(model: Model, chip: theory.Chip, widths, context: int) -> dict[int, float]:
+    """Milliseconds that a block of every width needs at least."""
+    size = jnp.dtype(model.dtype).itemsize
+    cost = theory.ModelCost.from_config(
+        model.config, bytes_per_weight=size, bytes_per_cache=size
     )
-    if args.plot:
-        _plot(args.plot, times, bound, model)
-        console.print(f"wrote {args.plot}")
-    if args.json:
-        with open(args.json, "a", encoding="utf-8") as file:
-            record = {"target": model.name, "ms": times, "bandwidth_gb_s": bandwidth}
-            file.write(json.dumps(record) + "\n")
+    steps = {n: theory.step_cost(cost, rows=n, length=context) for n in widths}
+    return {n: 1e3 * theory.roofline_seconds(*s, chip) for n, s in steps.items()}
 
 
-def _plot(path: str, times: dict[int, float], bound: float, model) -> None:
-    figure, axis = plt.subplots(figsize=(6, 4))
-    axis.plot(list(times), list(times.values()), "o-", label="measured")
-    axis.axhline(bound, ls="--", label="one read of the weights")
-    cost = theory.ModelCost.from_config(model.target.config)
-    chip = theory.CHIPS["v5e"]
-    curve = theory.verify_curve(cost, chip, list(times), length=256)
-    first = next(iter(times.values()))
-    axis.plot(list(times), [first * c for c in curve], ":", label="shape on a TPU v5e")
-    axis.set(xlabel="block nodes N", ylabel="ms", ylim=(0, None), title=model.name)
-    axis.legend()
+def plot(path: str, times: dict, least: dict, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    axes.plot(list(times), list(times.values()), "o-", label="measured")
+    axes.plot(list(least), list(least.values()), "s--", label="roofline")
+    axes.set(xlabel="block width N", ylabel="ms a forward", ylim=(0, None), title=title)
+    axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def show(args: argparse.Namespace) -> None:
+    widths = [1, 4, 8] if args.smoke else sorted({1, *args.widths})
+    runs = {"repetitions": 3, "runs": 3} if args.smoke else {}
+    model = load(args.target)
+    times = measure.verify_curve(model, widths, context=args.context, **runs)
+    chip = measured_chip()
+    least = bounds(model, chip, widths, args.context)
+    table = Table(
+        title=f"{model.name} on {record.device()}, {args.context} tokens cached",
+        caption=f"measured: {chip.bandwidth / 1e9:.1f} GB/s read, "
+        f"{chip.flops / 1e9:.0f} GFLOP/s in float32",
+    )
+    for name in ("N", "ms", "over N = 1", "roofline ms", "share of roofline"):
+        table.add_column(name, justify="right")
+    for n, ms in times.items():
+        share, ratio = f"{100 * least[n] / ms:.0f}%", f"{ms / times[1]:.2f}"
+        table.add_row(str(n), f"{ms:.2f}", ratio, f"{least[n]:.2f}", share)
+    report.console().print(table)
+    if args.plot:
+        plot(args.plot, times, least, model.name)
+    if args.json:
+        line = {"target": model.name, "context": args.context, "ms": times}
+        line |= {"roofline_ms": least, "device": record.device()}
+        line |= {"bandwidth": chip.bandwidth, "flops": chip.flops}
+        with Path(args.json).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--target", default="smollm2-135m", help="a model to load (smollm2-135m)")
+    add("--widths", type=int, nargs="+", default=[1, 2, 4, 6, 8, 12, 16, 24, 32])
+    add("--context", type=int, default=256, help="tokens in the cache (256)")
+    add("--plot", metavar="FILE", help="write a PNG")
+    add("--json", metavar="FILE", help="append a line")
+    add("--smoke", action="store_true", help="three widths, few runs")
+    args = parser.parse_args(argv)
+    with bench.one_line_errors() as status:
+        enable_cache()
+        show(args)
+    return status.code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

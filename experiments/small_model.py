@@ -26,7 +26,7 @@ def methods(model: Model, args: argparse.Namespace) -> Sequence[bench.Method]:
         small = first_layers(model, args.layers)
     else:
         small = load(args.drafter, dtype=model.dtype)
-    rule = bench.RULES[args.rule] if args.rule else None
+    rule = bench.RULES.get(args.rule)
     gammas = args.gamma[:1] if args.smoke else args.gamma
     return [
         bench.Method(

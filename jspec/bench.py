@@ -24,7 +24,7 @@ from jspec.record import Method, Settings
 from jspec.types import Rule
 
 _SLOTS = 64  # the context shared by all prompts is a multiple of this
-_SMOKE = {"limit": 2, "max_new_tokens": 16}
+_SMOKE = {"limit": 3, "max_new_tokens": 16}
 
 RULES: dict[str, Rule] = {**verify.LOSSLESS, "typical": verify.lossy.typical()}
 
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="use N prompts, taken from the categories in turn; all unless given",
     )
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (128)")
+    add("--max-new-tokens", type=int, default=64, metavar="N", help="per prompt (64)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
     add("--seed", type=int, default=0, help="of sampling (0)")
     add(
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--smoke",
         action="store_true",
-        help="two prompts, 16 tokens, short measurements: does everything run?",
+        help="three prompts, 16 tokens, short measurements: does everything run?",
     )
 
 

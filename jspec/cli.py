@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 
 from jspec import bench
 from jspec.compilation import enable_cache
+from jspec.generation import stream
+from jspec.models import load
 
 GENERATE = """Continues a prompt and streams the text.
 
@@ -72,7 +75,7 @@ def _say(message: str) -> None:
 def _add_generate(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_generate)
     add = command.add_argument
-    add("prompt", metavar="PROMPT", help="the text to continue or answer")
+    add("prompt", metavar="PROMPT", help="the text; - reads standard input")
     add(
         "--target",
         default="smollm2-135m",
@@ -98,6 +101,9 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, metavar="P", help="sample from the best P of the mass")
     add("--min-p", type=float, metavar="P", help="least share of the best probability")
     add("--repetition-penalty", type=float, metavar="X", help="above 1 avoids repeats")
+    add("--presence-penalty", type=float, metavar="X", help="for tokens of the output")
+    add("--frequency-penalty", type=float, metavar="X", help="a time they occur there")
+    add("--min-new-tokens", type=int, metavar="N", help="no end before so many")
     add("--seed", type=int, default=0, help="of sampling (0)")
     add(
         "--stop",
@@ -113,39 +119,46 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _generate(args: argparse.Namespace) -> None:
-    from jspec.generation import stream
-    from jspec.models import load
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_new_tokens",
+    "seed",
+)
 
+
+def _generate(args: argparse.Namespace) -> None:
+    started = time.perf_counter()
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     _say(f"loading {args.target} ...")
     model = load(args.target)
     method = bench.method(args.draft, model, args.rule, args.gamma)
-    texts = stream(
+    deltas = stream(
         model,
         method.draft,
-        args.prompt,
+        prompt,
         rule=method.rule,
         max_new_tokens=args.max_new_tokens,
         stop=args.stop,
         chat=False if args.no_chat else None,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        seed=args.seed,
+        **{name: getattr(args, name) for name in _SAMPLING},
     )
     _say("compiling (first run only) ...")
-    try:
-        for delta in texts:
-            print(delta.text, end="", flush=True)
-    finally:
-        print(flush=True)
-    counts, reason = texts.output.stats, texts.output.finish_reason[0]
+    first = None
+    for delta in deltas:
+        first = first or time.perf_counter() - started
+        print(delta.text, end="", flush=True)
+    print(flush=True)
+    counts, reason = deltas.output.stats, deltas.output.finish_reason[0]
     _say(
-        f"tau {counts.tau:.2f} tokens a target forward (bonus included), "
+        f"tau {counts.tau:.2f} (tokens a target forward, bonus included), "
         f"{counts.tokens_per_s:.1f} tokens/s, {counts.new_tokens} tokens in "
-        f"{counts.rounds} rounds, finished by {reason}"
+        f"{counts.rounds} rounds, finished by {reason}; first token after {first:.1f} s"
     )
 
 

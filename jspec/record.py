@@ -36,7 +36,7 @@ class Method(NamedTuple):
 class Settings(NamedTuple):
     """How methods are run; options of ``jspec.bench`` by their names."""
 
-    max_new_tokens: int = 128
+    max_new_tokens: int = 64
     temperature: float = 0.0
     seed: int = 0
     batch: int = 1
@@ -64,7 +64,7 @@ def record(
     total = trial.summarise(pairs)
     ours, shape = total.ours, request.draft.drafter.shape
     # A batch is idle when no row has a draft; rows are taken to find drafts by chance.
-    drafted = 1 - (1 - ours.drafted / ours.rounds) ** settings.batch
+    drafted = 1 - (1 - ours.drafted_rounds / ours.rounds) ** settings.batch
     few = {"repetitions": 3, "runs": 2} if settings.smoke else {}
     terms = measure.terms(
         model, one.draft, prompts, rule=one.rule, slots=slots, **few, **sampling

@@ -14,7 +14,6 @@ class Stats:
 
     Attributes:
       rounds: target forwards over a block (prefill not counted).
-      drafted: rounds with at least one draft.
       new_tokens: emitted tokens, after the cut at a stop and at the budget.
       tau: mean emitted tokens per target forward, the bonus included.
       proposed: drafts on the longest live path, summed over rounds.
@@ -31,7 +30,6 @@ class Stats:
     drafted_rounds: int
     accepted: int
     acceptance_by_depth: tuple[float, ...]
-    drafted: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     rows: tuple[Stats, ...] = ()
@@ -77,7 +75,6 @@ def _count(emitted: np.ndarray, proposed: np.ndarray, depth: int) -> Stats:
         new_tokens=int(emitted.sum()),
         proposed=int(proposed.sum()),
         drafted_rounds=int((proposed > 0).sum()),
-        drafted=int(np.sum(proposed > 0)),
         accepted=int((emitted - 1).sum()),
         acceptance_by_depth=tuple(
             float(np.mean(emitted > d)) if rounds else 0.0 for d in range(1, depth + 1)
@@ -103,7 +100,6 @@ def merge(parts: Sequence[Stats]) -> Stats:
         new_tokens=sum(p.new_tokens for p in parts),
         proposed=sum(p.proposed for p in parts),
         drafted_rounds=sum(p.drafted_rounds for p in parts),
-        drafted=sum(p.drafted for p in parts),
         accepted=sum(p.accepted for p in parts),
         acceptance_by_depth=tuple(share(d) for d in range(depth)),
         seconds=sum(p.seconds for p in parts),

@@ -226,7 +226,7 @@ RULES = {
 def test_the_law_of_two_tokens_through_the_whole_loop(name):
     """Chi-square of the first two sampled tokens, at a temperature and a top-k."""
     rule, dense = RULES[name]
-    vocab, rows = 5, 4000
+    vocab, rows = 5, 2000
     model = tiny.model(seed=1, vocab_size=vocab)
     options = dict(temperature=0.7, top_k=4)
     if dense:
