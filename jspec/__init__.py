@@ -5,7 +5,7 @@ The public names, listed by hand. Everything else is reached through its module:
 forms), ``jspec.testing`` (exact-law assertions, scripted drafters, tiny models).
 """
 
-from jspec import drafters, sampling, theory, verify
+from jspec import drafters, sampling, testing, theory, verify
 from jspec.decode import (
     Info,
     Params,
@@ -83,6 +83,7 @@ __all__ = [
     "sampling",
     "save",
     "stream",
+    "testing",
     "theory",
     "truncate",
     "verify",

@@ -28,7 +28,7 @@ class Drawn(NamedTuple):
     ok: Array
     px: Array
     qx: Array
-    row: Callable[[Array], Array]
+    row: Callable[[Array | slice], Array]
 
 
 def read(block: Block, p: Array) -> Drawn:
@@ -44,13 +44,12 @@ def read(block: Block, p: Array) -> Drawn:
         zero = jnp.zeros((vocab,), p.dtype)
         return Drawn(ok, px, jnp.ones_like(px), lambda i: zero)
     source = _draft_ids(block.law, vocab)
-    # A product, because XLA:CPU does not vectorise a sum over the last axis.
-    mass = q @ jnp.ones((q.shape[-1],), q.dtype)
+    mass = jnp.sum(q, -1)
     sound = jnp.isfinite(mass) & (mass > 0)
     at = block.token if source is None else source[block.token]
     qx = jnp.where(sound[up], q.at[up, at].get(mode="fill", fill_value=0), 0)
 
-    def row(i: Array) -> Array:
+    def row(i: Array | slice) -> Array:
         rows = jnp.where(sound[i][..., None], q[i], 0)
         if source is None:
             return rows
@@ -198,8 +197,8 @@ def residuals(block: Block, p: Array) -> Residuals:
 # The verdict
 
 
-def chain_row(block: Block, draft: Drawn, i: Array) -> Array:
-    """``q [..., V]`` after node ``i`` of a chain, zero if its child cannot be accepted."""
+def chain_row(block: Block, draft: Drawn, i: Array | slice) -> Array:
+    """``q [..., V]`` after nodes ``i`` of a chain, zero where the next cannot be kept."""
     ok = jnp.append(draft.ok[1:], False)[i]
     row = draft.row(i)
     if block.law.q is None:
@@ -209,15 +208,18 @@ def chain_row(block: Block, draft: Drawn, i: Array) -> Array:
 
 def emit(noise: Noise, block: Block, node: Array, p: Array, left: Array) -> Verdict:
     """Ends at ``node`` and draws from ``left [V]``, from ``p [V]`` if nothing is left."""
-    return verdict(block, node, draw(noise.next, jnp.where(jnp.sum(left) > 0, left, p)))
+    return verdict(block, node, _next(noise, p, left))
 
 
 def emit_chain(noise: Noise, block: Block, n: Array, p: Array, left: Array) -> Verdict:
     """``emit`` for a chain, whose node ``n`` has depth ``n``."""
-    next_token = draw(noise.next, jnp.where(jnp.sum(left) > 0, left, p))
     node = jnp.arange(block.token.shape[0], dtype=jnp.int32)
     path = jnp.where(node <= n, node, -1)
-    return Verdict(path, n.astype(jnp.int32), next_token.astype(jnp.int32))
+    return Verdict(path, n.astype(jnp.int32), _next(noise, p, left))
+
+
+def _next(noise: Noise, p: Array, left: Array) -> Array:
+    return draw(noise.next, jnp.where(jnp.sum(left) > 0, left, p)).astype(jnp.int32)
 
 
 def deepest(block: Block, chosen: Array, score: Array | None = None) -> Array:

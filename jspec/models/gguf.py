@@ -42,6 +42,7 @@ _TOP = {
     "output.weight": "lm_head.weight",
 }
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
+_ROWS = 4096  # dequantised at a time
 _UNUSED = ("rope_freqs.weight",)  # read into the config
 
 
@@ -132,20 +133,33 @@ class File:
     def read(self, name: str, out: np.ndarray) -> None:
         """Dequantises the tensor with this HF name into ``out`` (any float dtype)."""
         stored = self._stored[self._names[name]]
+        shape = self.tensors[name]
+        if self.architecture == "llama" and re.search(r"[qk]_proj\.", name):
+            heads = "num_key_value_heads" if "k_proj" in name else "num_attention_heads"
+            values = self._dequantize(stored, stored.data).reshape(shape)
+            out[...] = unpermute(values, self.config[heads]).reshape(out.shape)
+            return
+        # llama.cpp stores Gemma's norms as 1 + w.
+        norm = self.architecture == "gemma3" and name.endswith("norm.weight")
+        excess = 1.0 if norm else 0.0
+        if not out.flags.c_contiguous:
+            values = self._dequantize(stored, stored.data)
+            out[...] = values.reshape(out.shape) - excess
+            return
+        # In pieces: a large embedding would else be in memory twice.
+        rows = out.reshape(shape)
+        for at in range(0, shape[0], _ROWS):
+            piece = slice(at, at + _ROWS)
+            rows[piece] = self._dequantize(stored, stored.data[piece]) - excess
+
+    def _dequantize(self, stored, data: np.ndarray) -> np.ndarray:
         try:
-            values = dequantize(stored.data, stored.tensor_type)
+            return dequantize(data, stored.tensor_type)
         except NotImplementedError as error:
             raise ValueError(
                 f"{self.path}: tensor {stored.name} has type "
                 f"{stored.tensor_type.name}, which the gguf package cannot dequantise"
             ) from error
-        values = values.reshape(self.tensors[name])
-        if self.architecture == "llama" and re.search(r"[qk]_proj\.", name):
-            heads = "num_key_value_heads" if "k_proj" in name else "num_attention_heads"
-            values = unpermute(values, self.config[heads])
-        if self.architecture == "gemma3" and name.endswith("norm.weight"):
-            values = values - 1.0  # llama.cpp stores 1 + w
-        out[...] = values.reshape(out.shape)
 
 
 def hf_name(architecture: str, name: str) -> str:

@@ -126,17 +126,17 @@ def _from_hub(name: str, revision: str | None) -> Path:
 def _from_gguf(name: str, path: Path, dtype) -> Model:
     file = gguf.File(path)
     config = config_from_hf(file.config)
-    params = build(config, file, dtype)
-    return Model(
-        name, target(config), params, gguf_meta.tokenizer(file.metadata), dtype
-    )
+    # First, so that what building it takes is free again when the weights come.
+    tokenizer = gguf_meta.tokenizer(file.metadata)
+    file.metadata.clear()
+    return Model(name, target(config), build(config, file, dtype), tokenizer, dtype)
 
 
 def _from_files(name: str, folder: Path, files: list[Path], dtype) -> Model:
     config = config_from_hf(_config(folder))
-    where = files[0] if len(files) == 1 else folder
-    params = build(config, Safetensors(where, files), dtype)
-    return Model(name, target(config), params, _tokenizer(folder), dtype)
+    source = Safetensors(files[0] if len(files) == 1 else folder, files)
+    tokenizer = _tokenizer(folder)
+    return Model(name, target(config), build(config, source, dtype), tokenizer, dtype)
 
 
 def _config(folder: Path) -> dict:

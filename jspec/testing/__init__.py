@@ -1,5 +1,6 @@
-"""Public test tools: exact laws of accept rules."""
+"""Public test tools: exact laws of rules, drafters that know, tiny random models."""
 
+from jspec.testing import scripted, tiny
 from jspec.testing.enumeration import (
     Scheme,
     branching,
@@ -36,4 +37,6 @@ __all__ = [
     "random_law",
     "random_target",
     "ranking",
+    "scripted",
+    "tiny",
 ]
