@@ -65,6 +65,6 @@ def lenient(factor: float) -> Rule:
         if q is None:
             q = jax.nn.one_hot(jnp.roll(block.token, -1), target.p.shape[-1])
         law = dataclasses.replace(block.law, q=factor * q)
-        return verify.token(noise, block.replace(law=law), target)
+        return verify.token(noise, dataclasses.replace(block, law=law), target)
 
     return rule

@@ -10,7 +10,8 @@ is timed in turn, run after run, and the median is taken. Milliseconds throughou
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,8 +23,17 @@ from jspec.decode import State
 from jspec.drafters.loading import Draft
 from jspec.generation import Request, prepare
 from jspec.models import Model
-from jspec.timing import Step, copy_bandwidth
-from jspec.types import Array, Block, Context, Drafter, Feedback, Rule, chain
+from jspec.timing import Loop, copy_bandwidth
+from jspec.types import (
+    Array,
+    Block,
+    Context,
+    Drafter,
+    Feedback,
+    Rule,
+    Target,
+    chain,
+)
 
 __all__ = ["Terms", "copy_bandwidth", "terms", "verify_curve"]
 
@@ -118,19 +128,22 @@ def terms(
     slots = slots or _enough(model, draft, prompts)
     plain, plain_state = ready(None, None)
     ours, state = ready(draft, rule)
-    params, feedback = ours.params, _feedback(ours, state)
-    nodes = jnp.int32(ours.draft.drafter.shape.nodes)
-    widths = {"": nodes, "idle_": jnp.int32(1)}
-    verify = {w + "verify": (params, feedback.block, n) for w, n in widths.items()}
-    round_ = {w + "round": (params, n) for w, n in widths.items()}
+    params, nodes = ours.params, jnp.int32(ours.draft.drafter.shape.nodes)
+    told = _feedback(ours, state)
+    static = _static(ours)
+    ar = Loop(_round_step, _static(plain), plain_state)
+    draft_ = Loop(_draft_step, static, (ready(draft, rule)[1], told.block))
+    draft_.run((params, told), 1)
+    block = jax.tree.map(jnp.copy, draft_.carry[1])  # a real one from here on
+    verify_ = Loop(_verify_step, static, ready(draft, rule)[1])
+    round_ = Loop(_round_step, static, state)
     loops = {
-        **timing.loops(_round_step(plain), {"ar": (plain.params, nodes)}, plain_state),
-        **timing.loops(
-            _draft_step(ours), {"draft": (params, feedback)}, ready(draft, rule)[1]
-        ),
-        **timing.loops(_verify_step(ours), verify, ready(draft, rule)[1]),
-        **timing.loops(_round_step(ours), round_, state),
+        "ar": functools.partial(ar.run, (plain.params, jnp.int32(1))),
+        "draft": functools.partial(draft_.run, (params, told)),
     }
+    for name, width in {"": nodes, "idle_": jnp.int32(1)}.items():
+        loops[f"{name}verify"] = functools.partial(verify_.run, (params, block, width))
+        loops[f"{name}round"] = functools.partial(round_.run, (params, width))
     return Terms(**timing.in_turn(loops, repetitions, runs))
 
 
@@ -158,71 +171,65 @@ def verify_curve(
     cache = model.target.init_cache(batch, slots, model.dtype)
     cache = cache.rewind(jnp.full(batch, context, jnp.int32))
 
-    def step(width: int):
-        tokens = jnp.ones((batch, width), jnp.int32)
+    def loop(width: int) -> Callable[[int], None]:
+        block = chain(jnp.ones((batch, width), jnp.int32))
+        score = Loop(_score_step, (model.target,), jax.tree.map(jnp.copy, cache))
+        return functools.partial(score.run, (model.params, block))
 
-        def score(params, carry, zero):
-            out = model.target.score(params, carry, chain(tokens + zero))
-            return carry, smp.argmax(out.logits)
-
-        return timing.loops(score, {width: model.params}, cache, donate=False)
-
-    loops = {n: loop for width in widths for n, loop in step(width).items()}
-    return timing.in_turn(loops, repetitions, runs)
+    return timing.in_turn({n: loop(n) for n in widths}, repetitions, runs)
 
 
 # --- steps ----------------------------------------------------------------------------
 
 
-def _round_step(request: Request) -> Step:
-    drafter = request.draft.drafter
-
-    def step(given, state: State, zero):
-        params, width = given
-
-        def propose(*arguments):
-            block, draft = drafter.propose(*arguments)
-            return _first(block, width), draft
-
-        new, info = decode.decode_round(
-            params,
-            _shift(state, zero),
-            target=request.model.target,
-            drafter=drafter._replace(propose=propose),
-            rule=request.rule,
-        )
-        cache = new.cache.rewind(state.cache.length)
-        draft, small = _set_back(new.draft, state.draft)
-        kept = dataclasses.replace(state, cache=cache, draft=draft)
-        new = dataclasses.replace(new, cache=None, draft=None, sampling=None)
-        return kept, (info, small, new)
-
-    return step
+def _static(request: Request) -> tuple[Target, Drafter, Rule]:
+    return request.model.target, request.draft.drafter, request.rule
 
 
-def _verify_step(request: Request) -> Step:
-    def step(given, state: State, zero):
-        params, block, width = given
-        moved = dataclasses.replace(_first(block, width), token=block.token + zero)
-        verdict, out = _judge(params, state, moved, request)
-        cache = state.cache.append(out.kv, verdict.path, verdict.n_accept + 1)
-        cache = cache.rewind(state.cache.length)
-        return dataclasses.replace(state, cache=cache), verdict
+def _round_step(target: Target, drafter: Drafter, rule: Rule, given, state, zero):
+    params, width = given
 
-    return step
+    def propose(*arguments):
+        block, draft = drafter.propose(*arguments)
+        return _first(block, width), draft
+
+    new, info = decode.decode_round(
+        params,
+        _shift(state, zero),
+        target=target,
+        drafter=drafter._replace(propose=propose),
+        rule=rule,
+    )
+    cache = new.cache.rewind(state.cache.length)
+    draft, small = _set_back(new.draft, state.draft)
+    kept = dataclasses.replace(state, cache=cache, draft=draft)
+    new = dataclasses.replace(new, cache=None, draft=None, sampling=None)
+    return kept, (info, small, new)
 
 
-def _draft_step(request: Request) -> Step:
-    drafter = request.draft.drafter
+def _verify_step(target: Target, drafter: Drafter, rule: Rule, given, state, zero):
+    params, block, width = given
+    block = dataclasses.replace(_first(block, width), token=block.token + zero)
+    verdict, out = _judge(target, drafter, rule, params, state, block)
+    cache = state.cache.append(out.kv, verdict.path, verdict.n_accept + 1)
+    cache = cache.rewind(state.cache.length)
+    return dataclasses.replace(state, cache=cache), verdict
 
-    def step(given, state: State, zero):
-        params, feedback = given
-        block, draft = _propose(params, _shift(state, zero), drafter)
-        told = dataclasses.replace(feedback, block=block, sampling=state.sampling)
-        draft, small = _set_back(drafter.update(params.draft, draft, told), state.draft)
-        return dataclasses.replace(state, draft=draft), (block, small)
 
-    return step
+def _draft_step(target: Target, drafter: Drafter, rule: Rule, given, carry, zero):
+    del target, rule
+    (params, told), (state, _) = given, carry
+    block, draft = _propose(drafter, params, _shift(state, zero))
+    told = dataclasses.replace(told, block=block, sampling=state.sampling)
+    draft, small = _set_back(drafter.update(params.draft, draft, told), state.draft)
+    # The block is carried: it has to be written, but not read, as in a real round.
+    return (dataclasses.replace(state, draft=draft), block), (block.token, small)
+
+
+def _score_step(target: Target, given, cache, zero):
+    params, block = given
+    block = dataclasses.replace(block, token=block.token + zero)
+    return cache, smp.argmax(target.score(params, cache, block).logits)
 
 
 def _first(block: Block, width: Array) -> Block:
@@ -232,34 +239,35 @@ def _first(block: Block, width: Array) -> Block:
 
 
 def _feedback(request: Request, state: State) -> Feedback:
-    """What the next round of ``state`` will tell the drafter, its block included."""
+    """Zeros in the shape of what a drafter is told after a round that kept no draft."""
+    target, drafter, rule = _static(request)
 
     def ask(params, state):
-        block, _ = _propose(params, state, request.draft.drafter)
-        verdict, out = _judge(params, state, block, request)
+        block, _ = _propose(drafter, params, state)
+        verdict, out = _judge(target, drafter, rule, params, state, block)
         return Feedback(block, verdict, out.logits, out.features)
 
-    return jax.jit(ask)(request.params, state)
+    shapes = jax.eval_shape(ask, request.params, state)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def _propose(params, state: State, drafter: Drafter):
+def _propose(drafter: Drafter, params, state: State):
     key, _ = smp.row_keys(state.sampling, state.round)
     context = Context(state.tokens, state.length, state.sampling)
     return drafter.propose(params.draft, state.draft, key, context)
 
 
-def _judge(params, state: State, block: Block, request: Request):
+def _judge(target: Target, drafter: Drafter, rule: Rule, params, state: State, block):
     """Score, law, noise and rule of a round; see ``decode.decode_round``."""
-    shape, mask = request.draft.drafter.shape, tree.ancestors(block.parent)
-    model = request.model.target
-    out = decode.score_live(model, params.target, state.cache, block, shape)
+    shape, mask = drafter.shape, tree.ancestors(block.parent)
+    out = decode.score_live(target, params.target, state.cache, block, shape)
     law = smp.law(
         out.logits, state.sampling, state.tokens, state.length, state.start, block, mask
     )
     _, key = smp.row_keys(state.sampling, state.round)
     nodes, vocab = law.p.shape[1:]
     noise = smp.noise(key, state.sampling, state.length, nodes, shape.depth + 1, vocab)
-    verdict = verify.batched(request.rule)(noise, block, law)
+    verdict = verify.batched(rule)(noise, block, law)
     path = verdict.path[:, : shape.depth + 1]
     return dataclasses.replace(verdict, path=path), out
 

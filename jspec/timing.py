@@ -29,10 +29,6 @@ def copy_bandwidth(megabytes: int = 256, runs: int = 7) -> float:
     return matrix.nbytes / best / 1e9
 
 
-# (given, carry, zero) -> (carry, results). ``zero`` is 0 in a way XLA cannot know.
-Step = Callable[[Any, Any, Array], tuple[Any, Any]]
-
-
 def in_turn(
     programs: Mapping[Any, Callable[[int], None]], repetitions: int, runs: int
 ) -> dict[Any, float]:
@@ -62,30 +58,45 @@ def _seconds(function, *arguments) -> float:
     return time.perf_counter() - start
 
 
-def loops(
-    step: Step, given: Mapping[Any, Any], carry: Any, donate: bool = True
-) -> dict[Any, Callable[[int], None]]:
-    """For every name a function of the number of steps; they share program and carry."""
+# (*static, given, carry, zero) -> (carry, results). ``zero`` is 0, which XLA cannot know.
+Step = Callable[..., tuple[Any, Any]]
 
+
+class Loop:
+    """A step compiled into a loop, and the carry it goes on with.
+
+    Args:
+      step: a function of the module level, so that equal loops share a program.
+      static: hashable arguments of the step.
+      carry: arrays, donated to every call.
+    """
+
+    def __init__(self, step: Step, static: tuple, carry: Any):
+        self._program = _program(step, static)
+        self.carry = carry
+
+    def run(self, given: Any, count: int) -> None:
+        """``count`` steps with the arrays ``given``; waits for them."""
+        done = self._program(given, self.carry, jnp.int32(count))
+        self.carry, _ = jax.block_until_ready(done)
+
+
+@functools.cache
+def _program(step: Step, static: tuple) -> Callable:
+    @functools.partial(jax.jit, donate_argnums=1)
     def many(given, carry, count):
         def body(_, state):
             carry, zero = state
-            carry, results = step(given, carry, zero)
-            return carry, zero_of(results)
+            carry, results = step(*static, given, carry, zero)
+            return carry, _zero(results)
 
+        # The zero is returned too: a step may change nothing else.
         return lax.fori_loop(0, count, body, (carry, jnp.int32(0)))
 
-    program = jax.jit(many, donate_argnums=(1,) if donate else ())
-    held = [carry]
-
-    def run(given: Any, count: int) -> None:
-        result, _ = jax.block_until_ready(program(given, held[0], jnp.int32(count)))
-        held[0] = result if donate else held[0]
-
-    return {name: functools.partial(run, g) for name, g in given.items()}
+    return many
 
 
-def zero_of(results: Any) -> Array:
+def _zero(results: Any) -> Array:
     """0 that depends on every number of the small leaves of ``results``."""
     total = jnp.float32(0)
     for leaf in jax.tree.leaves(results):

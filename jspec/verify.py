@@ -248,9 +248,9 @@ def batched(rule: Rule) -> Rule:
 
         def one(noise: Noise, block: Block, target: TargetLaw) -> Verdict:
             law = dataclasses.replace(block.law, to_target=shared)
-            return rule(noise, block.replace(law=law), target)
+            return rule(noise, dataclasses.replace(block, law=law), target)
 
         law = dataclasses.replace(block.law, to_target=None)
-        return jax.vmap(one)(noise, block.replace(law=law), target)
+        return jax.vmap(one)(noise, dataclasses.replace(block, law=law), target)
 
     return apply

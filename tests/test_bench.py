@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import pytest
 
 import jspec
-from jspec import bench, drafters, judging, measure, record, trial
+from jspec import bench, drafters, judging, measure, record, trial, verify
 from jspec.prompts import DEFAULT, Question, load_prompts
 from jspec.testing import tiny
 
-MODEL = tiny.model(seed=3)
+MODEL = tiny.model(seed=3, layers=1)
 FIELDS = [
     "method",
     "target",
@@ -58,6 +58,10 @@ def gullible(noise, block, target):
     return judging.verdict(block, node, target.best[node])
 
 
+WALK = bench.Method("ngram", NGRAM, verify.walk)
+GULLIBLE = bench.Method("gullible", NGRAM, gullible)
+
+
 def settings(**changes):
     return record.Settings(**{"max_new_tokens": 8, "smoke": True, **changes})
 
@@ -68,11 +72,7 @@ def lines(path):
 
 def test_every_method_gets_one_line_with_the_fields_of_the_contract(tmp_path, capsys):
     path = tmp_path / "out.jsonl"
-    methods = [
-        bench.Method("plain", None),
-        bench.Method("ngram", NGRAM),
-        bench.Method("gullible", NGRAM, gullible),
-    ]
+    methods = [bench.Method("plain", None), WALK, GULLIBLE]
     records = bench.run(MODEL, methods, QUESTIONS, settings(json=str(path)))
     plain, ngram, lossy = lines(path)
     assert [plain, ngram, lossy] == records
@@ -81,7 +81,7 @@ def test_every_method_gets_one_line_with_the_fields_of_the_contract(tmp_path, ca
     assert plain["new_tokens"] == 3 * 8 and plain["prompts"] == 3
     assert ngram["lossless"] and ngram["first_divergence"] is None
     assert ngram["max_logit_gap"] is None
-    assert (ngram["rule"], ngram["topology"]) == ("greedy", "chain of 3")
+    assert (ngram["rule"], ngram["topology"]) == ("walk", "chain of 3")
     assert ngram["tau"] == pytest.approx(1 + sum(ngram["acceptance_by_depth"]))
     assert ngram["tau"] == ngram["new_tokens"] / ngram["rounds"]
     assert ngram["overhead"] == pytest.approx(
@@ -94,13 +94,11 @@ def test_every_method_gets_one_line_with_the_fields_of_the_contract(tmp_path, ca
     assert "gullible does not keep the target's text" in said.err
 
 
-def test_above_temperature_0_the_rule_decides_what_is_lossless(tmp_path):
-    methods = [bench.Method("ngram", NGRAM), bench.Method("bad", NGRAM, gullible)]
-    warm = settings(temperature=0.8, batch=2)
-    exact, lossy = bench.run(MODEL, methods, QUESTIONS, warm)
+def test_above_temperature_0_the_rule_decides_what_is_lossless():
+    warm = settings(temperature=0.8)
+    exact, lossy = bench.run(MODEL, [WALK, GULLIBLE], QUESTIONS, warm)
     assert exact["lossless"] and exact["rule"] == "walk"
     assert not lossy["lossless"] and lossy["first_divergence"] is None
-    assert exact["prompts"] == 3  # the last of two batches of "code" is filled up
 
 
 def test_an_interruption_keeps_the_lines_of_finished_methods(tmp_path, capsys):
@@ -131,7 +129,7 @@ def test_prompts_beyond_the_context_are_skipped_and_said_so(capsys):
 def test_a_drafter_that_finds_nothing_is_pointed_out(capsys):
     question = Question(0, "chat", [1, 2, 3])
     few = settings(max_new_tokens=2)
-    (line,) = bench.run(MODEL, [bench.Method("ngram", NGRAM)], [question], few)
+    (line,) = bench.run(MODEL, [WALK], [question], few)
     assert line["tau"] == 1 and line["lossless"]
     assert "never drafted anything" in capsys.readouterr().err
 
@@ -153,15 +151,14 @@ def test_batches_hold_one_category_and_take_turns():
         trial.batches(prompts, 0)
 
 
-def test_terms_do_not_touch_what_they_measure():
-    small = jspec.load_drafter(tiny.model(seed=1), MODEL, gamma=2)
-    few = {"repetitions": 2, "runs": 1}
-    terms = measure.terms(MODEL, small, [[1, 2, 3], [4, 5]], temperature=0.5, **few)
+def test_terms_are_of_rounds_with_and_without_a_draft():
+    few = {"rule": verify.walk, "slots": 64, "repetitions": 2, "runs": 1}
+    terms = measure.terms(MODEL, NGRAM, [[1, 2, 3]], **few)
     assert min(terms.ar, terms.draft, terms.verify, terms.round) > 0
     half = terms.at(0.5)
     assert half.verify == pytest.approx((terms.verify + terms.idle_verify) / 2)
-    out = jspec.generate(MODEL, small, [LOOP], max_new_tokens=8)
-    assert out.tokens == jspec.generate(MODEL, None, [LOOP], max_new_tokens=8).tokens
+    assert half.overhead == half.round / (half.draft + half.verify)
+    assert terms.speedup(2.0) == pytest.approx(2 * terms.speedup(1.0))
 
 
 def test_the_verify_curve_has_every_width():
@@ -171,12 +168,13 @@ def test_the_verify_curve_has_every_width():
 
 
 def test_a_few_layers_of_a_model_are_a_model():
-    short = drafters.first_layers(MODEL, 1)
-    assert short.config.layers == 1
-    out = jspec.generate(MODEL, jspec.load_drafter(short, MODEL, gamma=2), [LOOP])
-    assert out.tokens == jspec.generate(MODEL, None, [LOOP]).tokens
-    with pytest.raises(ValueError, match="at most 1"):
-        drafters.first_layers(MODEL, 2)
+    whole = tiny.model(seed=3, layers=3)
+    short = drafters.first_layers(whole, 1)
+    assert short.config == MODEL.config
+    assert short.params.layers == whole.params.layers[:1]
+    assert short.params.embed is whole.params.embed
+    with pytest.raises(ValueError, match="at most 2"):
+        drafters.first_layers(whole, 3)
 
 
 # Prompts

