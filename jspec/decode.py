@@ -17,7 +17,7 @@ from flax import struct
 from jax import lax
 
 from jspec import sampling as smp
-from jspec import tree
+from jspec import tree, verify
 from jspec.prefill import fill_cache
 from jspec.sampling import Sampling
 from jspec.types import (
@@ -208,7 +208,7 @@ def decode_round(
     )
     nodes, vocab = law.p.shape[1:]
     noise = smp.noise(k_judge, state.sampling, state.length, nodes, depth + 1, vocab)
-    verdict = jax.vmap(rule)(noise, block, law)
+    verdict = verify.batched(rule)(noise, block, law)
     verdict = dataclasses.replace(verdict, path=verdict.path[:, : depth + 1])
     verdict, count, reason = _cut(state, block, verdict, law, out)
 

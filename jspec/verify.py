@@ -7,10 +7,10 @@ tokens have exactly the law of plain sampling whatever the draft was, given the 
 of ``jspec.types``: ``law.q`` is what the tokens were really drawn from, siblings stand
 in draw order, a node's life is decided before its token, noise is used once.
 
-For every rule a dead or probe node is a missing child, and so are the children of a row
-of ``q`` that holds a NaN or an infinity or has no mass. A node without children behaves
-as if its ``q`` were zero, so correction, early stop and bonus are one formula,
-``normalise(relu(p - q))``. Where that has no mass (p equals q up to rounding) the next
+For every rule a dead or probe node is a missing child; for those that read ``q`` so are
+the children of a row that holds a NaN or an infinity or has no mass. A node without
+children behaves as if its ``q`` were zero, so correction, early stop and bonus are one
+formula, ``normalise(relu(p - q))``. Where that has no mass (p equals q up to rounding) the next
 token is drawn from p. Rows of p and q are taken as normalised.
 
 Rules that change the law are in ``jspec.lossy``, reachable as ``verify.lossy``.

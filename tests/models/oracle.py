@@ -85,10 +85,11 @@ def tokens(count: int, vocab: int = 101, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(3, vocab, (1, count))
 
 
-def hf_logits(model, ids: np.ndarray) -> np.ndarray:
-    """``[T, V]`` of one whole forward."""
+def hf_logits(model, ids: np.ndarray, keep: int = 0) -> np.ndarray:
+    """``[T, V]`` of one whole forward, or its last ``keep`` rows."""
     with torch.no_grad():
-        return model(torch.tensor(ids), use_cache=False).logits[0].float().numpy()
+        out = model(torch.tensor(ids), use_cache=False, logits_to_keep=keep)
+    return out.logits[0].numpy()
 
 
 def hf_steps(model, ids: np.ndarray) -> np.ndarray:
@@ -104,18 +105,19 @@ def hf_steps(model, ids: np.ndarray) -> np.ndarray:
     return np.stack(rows)
 
 
-def logits(model, ids: np.ndarray, chunks=None, dtype=jnp.float32) -> np.ndarray:
+def logits(model, ids: np.ndarray, chunks=None, keep: int = 0) -> np.ndarray:
     """jspec's ``[T, V]``, scored in chunks of the given sizes (None: all at once)."""
     count = ids.shape[1]
-    cache = model.target.init_cache(1, count + 8, dtype)
+    cache = model.target.init_cache(1, count + 8, jnp.float32)
     step, rows, at = _step(model.target), [], 0
     for size in chunks or [count]:
         part = jnp.asarray(ids[:, at : at + size], jnp.int32)
         out, cache = step(model.params, cache, part)
-        rows.append(np.asarray(out[0]))
         at += size
+        if at > count - keep or not keep:
+            rows.append(np.asarray(out[0]))
     assert at == count
-    return np.concatenate(rows)
+    return np.concatenate(rows)[-keep:]
 
 
 @functools.cache

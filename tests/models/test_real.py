@@ -15,7 +15,6 @@ import torch
 import transformers
 
 from jspec import models, types
-from jspec.models import aliases
 
 pytestmark = pytest.mark.slow
 
@@ -53,24 +52,22 @@ def gemma():
 
 
 def assert_same_logits(model, ids, folder):
-    """Saved by jspec, loaded by transformers, against its float64 forward."""
+    """Saved by jspec, loaded by transformers, against its float64 forward.
+
+    Ours prefills in chunks and then goes token by token; the last 40 rows count.
+    """
     hf = transformers.AutoModelForCausalLM.from_pretrained(
         models.save(model, folder), dtype=torch.float32
     ).eval()
-    single = oracle.hf_logits(hf, ids)
-    hf = hf.double()
-    with torch.no_grad():
-        exact = hf(torch.tensor(ids), use_cache=False).logits[0].numpy()
-    ours = oracle.logits(model, ids)
+    single = oracle.hf_logits(hf, ids, keep=40)
+    exact = oracle.hf_logits(hf.double(), ids, keep=40)
+    chunks = [64] * ((ids.shape[1] - 1) // 64)
+    chunks += [1] * (ids.shape[1] - sum(chunks))
+    ours = oracle.logits(model, ids, chunks, keep=40)
     top = np.abs(exact).max()
     assert np.abs(ours - exact).max() < GAP * top
     assert np.abs(ours - single).max() < GAP * top
-    # Prefill in chunks, then token by token, and the same again.
-    count = ids.shape[1]
-    chunks = [128] * ((count - 8) // 128)
-    rest = count - sum(chunks)
-    steps = oracle.logits(model, ids, [*chunks, rest - 8] + [1] * 8)
-    assert np.abs(steps - exact).max() < GAP * top
+    assert (ours.argmax(-1) == exact.argmax(-1)).all()
 
 
 def greedy(model, ids, count):
@@ -137,7 +134,8 @@ def test_smollm2_alias_equals_its_gguf(smollm2):
 
 
 def test_smollm2_logits(smollm2, tmp_path):
-    ids = np.array([smollm2.tokenizer(TEXT)["input_ids"]])
+    ids = np.array([smollm2.tokenizer(TEXT)["input_ids"][:200]])
+    assert ids.shape[1] == 200
     assert_same_logits(smollm2, ids, tmp_path)
 
 
@@ -183,14 +181,11 @@ print((status("VmHWM") - before) / weights, seconds)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize(
-    "name", ["smollm2-135m", pytest.param("gemma3-270m", marks=needs_gemma)]
-)
-def test_peak_memory_of_the_first_and_the_second_load(name, tmp_path):
+def test_peak_memory_of_the_first_and_the_second_load(tmp_path):
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JSPEC_CACHE": str(tmp_path)}
     for when in ("converting", "converted"):
         out = subprocess.run(
-            [sys.executable, "-c", PEAK, name],
+            [sys.executable, "-c", PEAK, "smollm2-135m"],
             check=True,
             capture_output=True,
             text=True,
@@ -198,7 +193,7 @@ def test_peak_memory_of_the_first_and_the_second_load(name, tmp_path):
             timeout=300,
         )
         ratio, seconds = map(float, out.stdout.split())
-        print(f"{name} {when}: peak {ratio:.2f} x weights, {seconds:.2f} s")
+        print(f"{when}: peak {ratio:.2f} x weights, {seconds:.2f} s")
         assert ratio < 1.5
 
 
@@ -215,8 +210,8 @@ def test_gemma_is_what_its_file_says(gemma):
 
 @needs_gemma
 def test_gemma_logits_beyond_the_window(gemma, tmp_path):
-    ids = np.array([gemma.tokenizer(TEXT * 3)["input_ids"][:620]])
-    assert ids.shape[1] > 600
+    ids = np.array([gemma.tokenizer(TEXT * 4)["input_ids"][: 9 * 64 + 8]])
+    assert ids.shape[1] == 584
     assert ids[0, 0] == 2
     assert_same_logits(gemma, ids, tmp_path)
 
@@ -228,7 +223,8 @@ def test_gemma_continues_text(gemma):
 
 
 @needs_gemma
-def test_gemma_tokenizer(gemma, tmp_path):
-    package = aliases.ALIASES["gemma3-270m"]
-    with package.gguf(package.module, tmp_path) as file:
-        assert_same_tokens(gemma.tokenizer, file)
+def test_gemma_tokenizer(gemma):
+    ids = gemma.tokenizer("The capital of France is")["input_ids"]
+    assert ids == [2, 818, 5279, 529, 7001, 563]
+    again = gemma.tokenizer(TEXT)["input_ids"]
+    assert gemma.tokenizer.decode(again, skip_special_tokens=True) == TEXT
