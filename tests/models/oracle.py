@@ -105,11 +105,16 @@ def hf_steps(model, ids: np.ndarray) -> np.ndarray:
     return np.stack(rows)
 
 
-def logits(model, ids: np.ndarray, chunks=None, keep: int = 0) -> np.ndarray:
-    """jspec's ``[T, V]``, scored in chunks of the given sizes (None: all at once)."""
+def logits(
+    model, ids: np.ndarray, chunks=None, keep: int = 0, level: int = 0
+) -> np.ndarray:
+    """jspec's ``[T, V]``, scored in chunks of the given sizes (None: all at once).
+
+    ``level`` is the compiler's: for a tiny model compiling takes the time, not running.
+    """
     count = ids.shape[1]
     cache = model.target.init_cache(1, count + 8, jnp.float32)
-    step, rows, at = _step(model.target), [], 0
+    step, rows, at = _step(model.target, level), [], 0
     for size in chunks or [count]:
         part = jnp.asarray(ids[:, at : at + size], jnp.int32)
         out, cache = step(model.params, cache, part)
@@ -121,15 +126,14 @@ def logits(model, ids: np.ndarray, chunks=None, keep: int = 0) -> np.ndarray:
 
 
 @functools.cache
-def _step(target):
+def _step(target, level):
     def step(params, cache, part):
         out = target.score(params, cache, types.chain(part))
         size = part.shape[1]
         path = jnp.arange(size)[None]
         return out.logits, cache.append(out.kv, path, jnp.array([size]))
 
-    # Compiling takes the time here, not running.
-    return jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
+    return jax.jit(step, compiler_options={"xla_backend_optimization_level": level})
 
 
 def edit_config(folder: Path, change) -> None:
