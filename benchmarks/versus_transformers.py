@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--target", default="smollm2-135m", help="a model to load")
     parser.add_argument("--prompts", help="JSON lines; default: the packaged set")
     parser.add_argument("--limit", type=int, help="prompts to use; default: all")

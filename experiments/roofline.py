@@ -11,42 +11,25 @@ of 1.7 at N = 8 means that a round must emit more than 1.7 tokens to gain anythi
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 from rich.table import Table
 
-from jspec import bench, measure, record, report, theory
+from jspec import bench, measure, record, report, roofline, timing
 from jspec.compilation import enable_cache
 from jspec.models import Model, load
 
 
-def measured_chip() -> theory.Chip:
-    """This device by a read of memory and a large product of float32 matrices."""
-    size = 1024
-    square, product = jnp.ones((size, size)), jax.jit(jnp.matmul)
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(product(square, square))
-        return time.perf_counter() - start
-
-    best = min(seconds() for _ in range(8))
-    bandwidth = measure.copy_bandwidth() * 1e9
-    return theory.Chip("this device", 2 * size**3 / best, bandwidth)
-
-
-def bounds(model: Model, chip: theory.Chip, widths, context: int) -> dict[int, float]:
+def bounds(model: Model, chip: roofline.Chip, widths, context: int) -> dict[int, float]:
     """Milliseconds that a block of every width needs at least."""
     size = jnp.dtype(model.dtype).itemsize
-    cost = theory.ModelCost.from_config(
+    cost = roofline.ModelCost.from_config(
         model.config, bytes_per_weight=size, bytes_per_cache=size
     )
-    steps = {n: theory.step_cost(cost, rows=n, length=context) for n in widths}
-    return {n: 1e3 * theory.roofline_seconds(*s, chip) for n, s in steps.items()}
+    steps = {n: roofline.step_cost(cost, rows=n, length=context) for n in widths}
+    return {n: 1e3 * roofline.roofline_seconds(*s, chip) for n, s in steps.items()}
 
 
 def plot(path: str, times: dict, least: dict, title: str) -> None:
@@ -69,7 +52,7 @@ def show(args: argparse.Namespace) -> None:
     runs = {"repetitions": 3, "runs": 3} if args.smoke else {}
     model = load(args.target)
     times = measure.verify_curve(model, widths, context=args.context, **runs)
-    chip = measured_chip()
+    chip = timing.measured_chip()
     least = bounds(model, chip, widths, args.context)
     table = Table(
         title=f"{model.name} on {record.device()}, {args.context} tokens cached",

@@ -5,7 +5,7 @@ The public names, listed by hand. Everything else is reached through its module:
 forms), ``jspec.testing`` (exact-law assertions, scripted drafters, tiny models).
 """
 
-from jspec import drafters, sampling, testing, theory, verify
+from jspec import drafters, roofline, sampling, testing, theory, verify
 from jspec.decode import (
     Info,
     Params,
@@ -79,6 +79,7 @@ __all__ = [
     "no_drafts",
     "prefill",
     "prepare",
+    "roofline",
     "run",
     "sampling",
     "save",

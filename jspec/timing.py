@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jspec.roofline import Chip
 from jspec.types import Array
 
 
@@ -27,6 +28,17 @@ def copy_bandwidth(megabytes: int = 256, runs: int = 7) -> float:
     jax.block_until_ready(read(matrix, vector))
     best = min(_seconds(read, matrix, vector) for _ in range(runs))
     return matrix.nbytes / best / 1e9
+
+
+def measured_chip(runs: int = 7) -> Chip:
+    """This device as a roofline: ``copy_bandwidth``, and the fastest of ``runs`` products
+    of two 1024 x 1024 float32 matrices."""
+    size = 1024
+    square, product = jnp.ones((size, size)), jax.jit(jnp.matmul)
+    jax.block_until_ready(product(square, square))
+    best = min(_seconds(product, square, square) for _ in range(runs))
+    bandwidth = copy_bandwidth(runs=runs) * 1e9
+    return Chip("this device", 2 * size**3 / best, bandwidth)
 
 
 def in_turn(

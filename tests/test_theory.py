@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from jspec import theory
-from jspec.theory import CHIPS, Chip, ModelCost
+from jspec import roofline, theory
+from jspec.roofline import CHIPS, Chip, ModelCost
 
 SMOL = ModelCost(
     hidden=576,
@@ -360,7 +360,7 @@ def test_tying_changes_memory_not_work():
     untied = ModelCost(**sizes)
     assert untied.parameters - SMOL.parameters == 49152 * 576
     work = {"rows": 5, "length": 100, "batch": 2}
-    assert theory.step_cost(untied, **work) == theory.step_cost(SMOL, **work)
+    assert roofline.step_cost(untied, **work) == roofline.step_cost(SMOL, **work)
 
 
 def test_from_config_reads_the_names_of_a_config():
@@ -393,7 +393,7 @@ def test_step_cost_is_the_list_of_products():
         bytes_per_cache=2,
     )
     rows, length, batch = 3, 10, 2
-    flops, moved = theory.step_cost(model, rows=rows, length=length, batch=batch)
+    flops, moved = roofline.step_cost(model, rows=rows, length=length, batch=batch)
     # (in, out) of each product a row takes part in.
     layer = [(6, 12), (6, 6), (6, 6), (12, 6), (6, 5), (6, 5), (5, 6)]
     products = 2 * layer + [(6, 11)]
@@ -407,19 +407,19 @@ def test_step_cost_is_the_list_of_products():
 
 
 def test_a_plain_step_costs_two_flops_a_weight():
-    flops, moved = theory.step_cost(SMOL, rows=1, length=0)
+    flops, moved = roofline.step_cost(SMOL, rows=1, length=0)
     embedded = SMOL.parameters - SMOL.norm_weights  # tied: the table is the head
     assert flops == 2 * embedded + 4 * 30 * 9 * 64
     assert moved == pytest.approx(SMOL.weight_bytes, rel=2e-3)
-    assert theory.arithmetic_intensity(flops, moved) == pytest.approx(1, rel=3e-3)
+    assert roofline.arithmetic_intensity(flops, moved) == pytest.approx(1, rel=3e-3)
 
 
 def test_roofline_is_the_slower_of_two():
     chip = Chip("toy", flops=100.0, bandwidth=10.0)
     assert chip.ridge == 10
-    assert theory.roofline_seconds(200, 10, chip) == 2
-    assert theory.roofline_seconds(100, 50, chip) == 5
-    assert theory.roofline_seconds(100, 10, chip) == 1
+    assert roofline.roofline_seconds(200, 10, chip) == 2
+    assert roofline.roofline_seconds(100, 50, chip) == 5
+    assert roofline.roofline_seconds(100, 10, chip) == 1
 
 
 def test_ridge_points_of_known_chips():
@@ -435,14 +435,14 @@ def test_ridge_points_of_known_chips():
 def test_smollm_on_a_measured_cpu():
     # 540 MB of float32 weights at 28 GB/s are the 19 ms measured on two cores.
     sizes = {**vars(SMOL), "bytes_per_weight": 4, "bytes_per_cache": 4}
-    cost = theory.step_cost(ModelCost(**sizes), rows=1, length=256)
-    seconds = theory.roofline_seconds(*cost, Chip("2 cores", 1e11, 28e9))
+    cost = roofline.step_cost(ModelCost(**sizes), rows=1, length=256)
+    seconds = roofline.roofline_seconds(*cost, Chip("2 cores", 1e11, 28e9))
     assert seconds == pytest.approx(0.0197, rel=0.02)
 
 
 def test_verify_curve_is_flat_below_the_ridge_and_linear_above():
     chip = CHIPS["v5e"]
-    curve = theory.verify_curve(LLAMA_8B, chip, [1, 8, 64, 1024, 2048], length=0)
+    curve = roofline.verify_curve(LLAMA_8B, chip, [1, 8, 64, 1024, 2048], length=0)
     assert curve[0] == 1
     assert list(curve) == sorted(curve)
     assert curve[1] < 1.01 and curve[2] < 1.03
@@ -452,26 +452,26 @@ def test_verify_curve_is_flat_below_the_ridge_and_linear_above():
 
 
 def test_verify_curve_takes_one_number():
-    one = theory.verify_curve(SMOL, CHIPS["h100"], 8, length=512)
+    one = roofline.verify_curve(SMOL, CHIPS["h100"], 8, length=512)
     assert np.ndim(one) == 0
-    assert one == theory.verify_curve(SMOL, CHIPS["h100"], [8], length=512)[0]
+    assert one == roofline.verify_curve(SMOL, CHIPS["h100"], [8], length=512)[0]
 
 
 def test_verify_curve_in_a_batch_depends_on_the_length():
     # A batch makes a block dear; long caches, read once for all its rows, cheap again.
-    curve = partial(theory.verify_curve, SMOL, CHIPS["h100"], 8)
+    curve = partial(roofline.verify_curve, SMOL, CHIPS["h100"], 8)
     assert 1 < curve(length=0) < 1.02
     assert curve(length=0, batch=256) > 3
     assert 1 < curve(length=4096, batch=256) < 1.1
 
 
 def test_speculation_pays_alone_and_not_in_a_full_batch():
-    alone = partial(theory.verify_curve, LLAMA_8B, CHIPS["v5e"], length=512)
+    alone = partial(roofline.verify_curve, LLAMA_8B, CHIPS["v5e"], length=512)
     gamma, gain = theory.optimal_gamma(0.8, 0.05, verify_cost=alone)
     free_gamma, free_gain = theory.optimal_gamma(0.8, 0.05)
     assert gamma == free_gamma
     assert 0.95 * free_gain < gain < free_gain
-    full = partial(theory.verify_curve, LLAMA_8B, CHIPS["v5e"], length=0, batch=1024)
+    full = partial(roofline.verify_curve, LLAMA_8B, CHIPS["v5e"], length=0, batch=1024)
     assert theory.optimal_gamma(0.8, 0.05, verify_cost=full) == (0, 1.0)
 
 
@@ -542,13 +542,13 @@ HALF = [0.5, 0.5]
         (lambda: ModelCost(**{**vars(SMOL), "layers": 0}), r"layers .*>= 1, got 0"),
         (lambda: ModelCost(**{**vars(SMOL), "heads": 8}), r"kv_heads = 3, got 8"),
         (lambda: ModelCost(**{**vars(SMOL), "bytes_per_weight": 0}), r"bytes_per_wei"),
-        (lambda: theory.step_cost(SMOL, rows=0, length=1), r"rows .*>= 1, got 0"),
-        (lambda: theory.step_cost(SMOL, rows=1, length=-1), r"length .*got -1"),
-        (lambda: theory.step_cost(SMOL, rows=1, length=1, batch=0), r"batch .*got 0"),
-        (lambda: theory.arithmetic_intensity(1, 0), r"bytes_moved .*> 0, got 0"),
-        (lambda: theory.roofline_seconds(-1, 1, CHIPS["v5e"]), r"flops .*got -1"),
+        (lambda: roofline.step_cost(SMOL, rows=0, length=1), r"rows .*>= 1, got 0"),
+        (lambda: roofline.step_cost(SMOL, rows=1, length=-1), r"length .*got -1"),
+        (lambda: roofline.step_cost(SMOL, rows=1, length=1, batch=0), r"batch .*got 0"),
+        (lambda: roofline.arithmetic_intensity(1, 0), r"bytes_moved .*> 0, got 0"),
+        (lambda: roofline.roofline_seconds(-1, 1, CHIPS["v5e"]), r"flops .*got -1"),
         (
-            lambda: theory.verify_curve(SMOL, CHIPS["v5e"], [1, 2.5], length=0),
+            lambda: roofline.verify_curve(SMOL, CHIPS["v5e"], [1, 2.5], length=0),
             r"rows .*integer .*got",
         ),
     ],

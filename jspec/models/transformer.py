@@ -20,6 +20,7 @@ from jspec.cache import KV, KVCache
 from jspec.models import rope
 from jspec.models.config import Config
 from jspec.pallas import block_attention
+from jspec.sampling import mask_padding
 from jspec.types import Array, Block, Scores, Target
 
 
@@ -135,10 +136,7 @@ def _logits(config: Config, params: Weights, x: Array) -> Array:
     logits = linear(x, head).astype(jnp.float32)
     if config.final_softcap is not None:
         logits = config.final_softcap * jnp.tanh(logits / config.final_softcap)
-    if head.shape[0] > config.vocab_size:
-        real = jnp.arange(head.shape[0]) < config.vocab_size
-        logits = jnp.where(real, logits, -jnp.inf)
-    return logits
+    return mask_padding(logits, config.vocab_size)
 
 
 def _layer(config, layer: Layer, x, cache: KVCache, i: int, mask, turn, window):
