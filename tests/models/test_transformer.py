@@ -10,26 +10,15 @@ import pytest
 
 from jspec import types
 from jspec.models import transformer
-from jspec.models.config import Config, Rope
+from jspec.models.config import Rope
+from jspec.testing import tiny
 
 T, SLOTS, V = 24, 40, 61
 TIGHT = 2e-5
 # These programs run once: compiling them is what takes the time.
 QUICK = {"xla_backend_optimization_level": 0}
 
-PLAIN = Config(
-    family="llama",
-    vocab_size=V,
-    hidden=32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    intermediate=48,
-    query_scale=8**-0.5,
-    windows=(None, None),
-    ropes=(Rope(), Rope()),
-)
+PLAIN = tiny.config()
 GEMMA = dataclasses.replace(
     PLAIN,
     family="gemma3_text",

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from biased_rules import ignores_draft, reused_uniform
 
 from jspec import judging, verify
 from jspec.testing import (
@@ -27,18 +28,6 @@ PAIR = {"two siblings": branching(2)}
 
 
 # The integration
-
-
-def ignores_draft(noise, block, target):
-    """Accepts what was drafted."""
-    kept = jnp.cumprod(block.live & block.vote, dtype=jnp.int32)
-    n = jnp.sum(kept, dtype=jnp.int32) - 1
-    return judging.emit_chain(noise, block, n, target.p[n], target.p[n])
-
-
-def reused_uniform(noise, block, target):
-    """Corrects with the uniform that rejected."""
-    return verify.token(noise.replace(next=noise.accept[1]), block, target)
 
 
 def test_drafts_are_drawn_as_told():
