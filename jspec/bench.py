@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -144,16 +145,25 @@ class Status:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[Status]:
-    """Turns mistakes of the user into one line and status 2, Ctrl-C into 130."""
+    """Turns exceptions into one line and a status.
+
+    Mistakes of the user are 2, logits that are not finite 1, Ctrl-C 130; a reader of
+    standard output that went away is 141, without a word, as if by its signal.
+    """
     status = Status()
     try:
         yield status
+        sys.stdout.flush()
     except KeyboardInterrupt:
         status.code = 130
-    except (ValueError, TypeError, OSError, FloatingPointError) as error:
+    except BrokenPipeError:
+        # What is still buffered would fail again when the interpreter exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status.code = 141
+    except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"error: {message}", file=sys.stderr)
-        status.code = 2
+        status.code = 1 if isinstance(error, FloatingPointError) else 2
 
 
 # --- running --------------------------------------------------------------------------
@@ -256,6 +266,11 @@ def _warn(one: Method, pairs: Sequence[trial.Pair], done: dict, say: Callable) -
     ours = trial.summarise(pairs).ours
     if not done["lossless"]:
         say(f"WARNING: {one.name} does not keep the target's text or law")
+    elif done["temperature"] and done["first_divergence"] is not None:
+        say(
+            f"WARNING: with {one.name} a sample differs from plain sampling from token "
+            f"{done['first_divergence']} on, though the coupled rule should keep it"
+        )
     if one.draft is None:
         return
     if not ours.proposed:

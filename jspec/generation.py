@@ -210,12 +210,8 @@ def prepare(
     if "" in stop:
         raise ValueError("a stop string is empty; it would stop every text at once")
     if rule is None:
-        shape = draft.drafter.shape
-        rule = verify.default_rule(
-            shape.nodes == depth + 1,
-            not shape.dense,
-            not np.any(np.asarray(knobs.temperature)),
-        )
+        cold = not np.any(np.asarray(knobs.temperature))
+        rule = verify.default_rule(draft.drafter.shape, cold)
     return Request(model, draft, rule, ids, knobs, stop, limit, slots, log_prob)
 
 

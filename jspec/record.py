@@ -70,9 +70,11 @@ def record(
         model, one.draft, prompts, rule=one.rule, slots=slots, **few, **sampling
     ).at(drafted)
     greedy = settings.temperature == 0
-    apart = trial.compare(model, pairs, slots) if greedy else trial.Divergence()
+    same_text = greedy or request.rule is verify.coupled
+    apart = trial.compare(model, pairs, slots) if same_text else trial.Divergence()
     exact = verify.is_lossless(request.rule, settings.temperature)
-    gap = apart.gap if apart.gap is None or math.isfinite(apart.gap) else None
+    has_gap = greedy and apart.gap is not None and math.isfinite(apart.gap)
+    gap = apart.gap if has_gap else None
     return {
         "method": one.name,
         "target": model.name,

@@ -70,7 +70,7 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """Where greedy texts part.
+    """Where texts part that should be the same: greedy ones, or coupled samples.
 
     Attributes:
       first: smallest number of a new token (from 0) in which any pair of texts differs;
@@ -155,11 +155,11 @@ def summarise(pairs: Sequence[Pair]) -> Summary:
 
 
 def compare(model: Model, pairs: Sequence[Pair], slots: int | None) -> Divergence:
-    """Compares greedy texts token for token.
+    """Compares texts token for token.
 
     Args:
       model: the target, asked for its logits where two texts part.
-      pairs: decoded at temperature 0.
+      pairs: decoded at temperature 0, or with the coupled rule.
       slots: as they were decoded with.
     """
     found = [

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec import judging, lossy
-from jspec.types import Array, Block, Noise, Rule, TargetLaw, Verdict
+from jspec.types import Array, Block, DraftShape, Noise, Rule, TargetLaw, Verdict
 
 __all__ = [
     "LOSSLESS",
@@ -229,15 +229,19 @@ def is_lossless(rule: Rule, temperature: float = 1.0) -> bool:
     return any(rule is exact for exact in LOSSLESS.values())
 
 
-def default_rule(
-    shape_is_chain: bool, point_mass: bool, temperature_is_zero: bool
-) -> Rule:
-    """The exact rule that accepts most; of equal ones the cheapest."""
+def default_rule(shape: DraftShape, temperature_is_zero: bool) -> Rule:
+    """The exact rule that accepts most of a drafter's blocks; of equal ones the cheapest.
+
+    Without drafts every rule is plain sampling. ``coupled`` is chosen there, so that it
+    yields the same text with a drafter and without.
+    """
     if temperature_is_zero:
         return greedy
-    if point_mass:
+    if shape.depth == 0:
+        return coupled
+    if not shape.dense:
         return walk
-    return block if shape_is_chain else traversal
+    return block if shape.nodes == shape.depth + 1 else traversal
 
 
 def batched(rule: Rule) -> Rule:

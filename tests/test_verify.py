@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jspec import verify
-from jspec.types import POINT_MASS, Block, Law, Noise, TargetLaw
+from jspec.types import POINT_MASS, Block, DraftShape, Law, Noise, TargetLaw
 
 CHAIN_RULES = ("token", "block")
 
@@ -348,11 +348,14 @@ def test_no_value_grows_with_nodes_and_vocabulary(name, law):
 
 
 def test_default_rule():
-    choose = verify.default_rule
-    assert choose(True, False, True) is choose(False, True, True) is verify.greedy
-    assert choose(True, True, False) is choose(False, True, False) is verify.walk
-    assert choose(True, False, False) is verify.block
-    assert choose(False, False, False) is verify.traversal
+    def choose(nodes, dense, cold=False):
+        return verify.default_rule(DraftShape(nodes, 3, dense=dense), cold)
+
+    assert choose(4, True, True) is choose(9, False, True) is verify.greedy
+    assert choose(4, False) is choose(9, False) is verify.walk
+    assert choose(4, True) is verify.block
+    assert choose(9, True) is verify.traversal
+    assert verify.default_rule(DraftShape(1, 0), False) is verify.coupled
 
 
 def test_which_rules_are_lossless():

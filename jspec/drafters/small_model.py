@@ -12,6 +12,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jspec import sampling as smp
 from jspec.models import Model, target
@@ -68,16 +69,21 @@ def small_model(
     def propose(params, cache, key, context: Context):
         at = jnp.maximum(context.length - 1, 0)[:, None]
         token = jnp.take_along_axis(context.tokens, at, axis=1)[:, 0]
-        start, tokens, laws = cache.length, [token], []
-        for keys in _per_step(key, gamma):
+        start = cache.length
+
+        def step(carry, keys):
+            cache, token = carry
             logits, cache = _feed(model, params, cache, token)
             law = smp.draft_law(_fit(logits[:, 0], vocab_size), context.sampling)
             token = jax.vmap(smp.draw)(jax.vmap(jax.random.uniform)(keys), law)
-            tokens.append(token)
-            laws.append(law)
-        _, cache = _feed(model, params, cache, token, rows="none")
-        laws.append(jnp.zeros_like(laws[0]))
-        block = chain(jnp.stack(tokens, 1), law=Law(q=jnp.stack(laws, 1)))
+            return (cache, token), (token, law)
+
+        keys = jax.vmap(lambda k: jax.random.split(k, gamma), out_axes=1)(key)
+        (cache, last), (drafts, laws) = lax.scan(step, (cache, token), keys)
+        _, cache = _feed(model, params, cache, last, rows="none")
+        tokens = jnp.concatenate([token[None], drafts])
+        laws = jnp.pad(laws, ((0, 1), (0, 0), (0, 0)))
+        block = chain(tokens.swapaxes(0, 1), law=Law(q=laws.swapaxes(0, 1)))
         return block, cache.rewind(start)
 
     def update(params, cache, feedback: Feedback):
@@ -113,12 +119,6 @@ def first_layers(model: Model, count: int) -> Model:
     params = dataclasses.replace(model.params, layers=model.params.layers[:count])
     name = f"{model.name}[:{count}]"
     return dataclasses.replace(model, name=name, target=target(cut), params=params)
-
-
-def _per_step(key: Array, gamma: int):
-    """One key a sequence for every draft: ``gamma`` arrays of shape ``[B]``."""
-    keys = jax.vmap(lambda k: jax.random.split(k, gamma))(key)
-    return [keys[:, i] for i in range(gamma)]
 
 
 def _feed(model: Target, params, cache, token: Array, rows="all"):

@@ -20,6 +20,7 @@ from jspec.types import Target
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class, two names
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 
 
@@ -184,7 +185,14 @@ def _weight_files(folder: Path) -> list[Path]:
 def _tokenizer(folder: Path) -> Any:
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
         return None
-    # Imported late: transformers takes seconds, and ids alone need no tokenizer.
+    # Imported late: transformers takes seconds, and ids alone need no tokenizer. The
+    # class that most folders name is imported by itself, three times faster than all.
+    settings = folder / "tokenizer_config.json"
+    named = _json(settings).get("tokenizer_class") if settings.is_file() else None
+    if named in _GENERIC and (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(folder)
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)

@@ -107,7 +107,13 @@ def score(
     streams, ks, vs = {0: x}, [], []
     for i, layer in enumerate(params.layers):
         x, k, v = _layer(
-            config, layer, x, cache, i, mask, turns[config.ropes[i]], config.windows[i]
+            layer,
+            x,
+            (cache.k[i], cache.v[i], cache.length),
+            mask,
+            turns[config.ropes[i]],
+            config=config,
+            window=config.windows[i],
         )
         ks.append(k)
         vs.append(v)
@@ -139,17 +145,20 @@ def _logits(config: Config, params: Weights, x: Array) -> Array:
     return mask_padding(logits, config.vocab_size)
 
 
-def _layer(config, layer: Layer, x, cache: KVCache, i: int, mask, turn, window):
+# Jitted, so that all layers of one kind are traced and lowered once; XLA inlines them.
+@functools.partial(jax.jit, static_argnames=("config", "window"))
+def _layer(layer: Layer, x, cached, mask, turn, *, config: Config, window: int | None):
+    k_cache, v_cache, length = cached
     h = rms_norm(x, layer.attn_norm, config)
     q, k, v = _qkv(config, layer, h)
     q, k = rope.rotate(q, turn), rope.rotate(k, turn)
     a = block_attention(
         q,
-        cache.k[i],
-        cache.v[i],
-        cache.length,
-        k.astype(cache.k[i].dtype),
-        v.astype(cache.v[i].dtype),
+        k_cache,
+        v_cache,
+        length,
+        k.astype(k_cache.dtype),
+        v.astype(v_cache.dtype),
         mask,
         scale=config.query_scale,
         window=window,

@@ -84,9 +84,9 @@ def test_a_ragged_batch_equals_its_singles(draft):
 
 
 def test_coupled_output_is_plain_sampling(draft):
-    options = dict(temperature=0.8, seed=11, rule=verify.coupled)
-    expected = plain(**options)
-    out = jspec.generate(MODEL, draft, PROMPTS, max_new_tokens=NEW, **options)
+    options = dict(max_new_tokens=NEW, temperature=0.8, seed=11)
+    expected = plain(temperature=0.8, seed=11)
+    out = jspec.generate(MODEL, draft, PROMPTS, rule=verify.coupled, **options)
     assert out.tokens == expected.tokens
 
 
