@@ -106,7 +106,7 @@ def score(
         x = x * jnp.asarray(config.embed_scale, x.dtype)
     streams, ks, vs = {0: x}, [], []
     for i, layer in enumerate(params.layers):
-        x, k, v = _layer(
+        x, k, v = decoder_layer(
             layer,
             x,
             (cache.k[i], cache.v[i], cache.length),
@@ -147,27 +147,51 @@ def _logits(config: Config, params: Weights, x: Array) -> Array:
 
 # Jitted, so that all layers of one kind are traced and lowered once; XLA inlines them.
 @functools.partial(jax.jit, static_argnames=("config", "window"))
-def _layer(layer: Layer, x, cached, mask, turn, *, config: Config, window: int | None):
-    k_cache, v_cache, length = cached
+def decoder_layer(
+    layer: Layer, x, cached, mask, turn, *, config: Config, window: int | None = None
+):
+    """One layer: ``x [B, N, M]`` -> the same shape, and the block's keys and values.
+
+    See ``attend`` for the other arguments.
+    """
     h = rms_norm(x, layer.attn_norm, config)
+    a, k, v = attend(layer, h, cached, mask, turn, config=config, window=window)
+    x = x + _maybe_norm(a, layer.attn_post_norm, config)
+    h = rms_norm(x, layer.mlp_norm, config)
+    return x + _maybe_norm(mlp(config, layer, h), layer.mlp_post_norm, config), k, v
+
+
+def attend(
+    layer: Layer, h, cached, mask, turn, *, config: Config, window: int | None = None
+) -> tuple[Array, Array, Array]:
+    """Attention of a block and its output product.
+
+    Args:
+      layer: its weights.  h: ``[B, N, I]`` normalised input, I as wide as ``qkv`` wants.
+      cached: keys ``[B, K, D, S]``, values ``[B, K, S, D]`` and ``length [B]``.
+      mask: as in ``block_attention``.  turn: from ``rope.turns``.
+      config, window: static.
+
+    Returns:
+      ``(a [B, N, M], k, v [B, N, K, D])`` with the block's own keys, rotated, and values.
+    """
+    k_cache, v_cache, length = cached
     q, k, v = _qkv(config, layer, h)
     q, k = rope.rotate(q, turn), rope.rotate(k, turn)
+    k, v = k.astype(k_cache.dtype), v.astype(v_cache.dtype)
     a = block_attention(
         q,
         k_cache,
         v_cache,
         length,
-        k.astype(k_cache.dtype),
-        v.astype(v_cache.dtype),
+        k,
+        v,
         mask,
         scale=config.query_scale,
         window=window,
         softcap=config.attn_softcap,
-    ).astype(x.dtype)
-    a = linear(a.reshape(*a.shape[:2], -1), layer.out, layer.out_bias)
-    x = x + _maybe_norm(a, layer.attn_post_norm, config)
-    h = rms_norm(x, layer.mlp_norm, config)
-    return x + _maybe_norm(_mlp(config, layer, h), layer.mlp_post_norm, config), k, v
+    ).astype(h.dtype)
+    return linear(a.reshape(*a.shape[:2], -1), layer.out, layer.out_bias), k, v
 
 
 def _qkv(config: Config, layer: Layer, h: Array):
@@ -182,7 +206,8 @@ def _qkv(config: Config, layer: Layer, h: Array):
     return q, k, v
 
 
-def _mlp(config: Config, layer: Layer, h: Array) -> Array:
+def mlp(config: Config, layer: Layer, h: Array) -> Array:
+    """The gated MLP of a layer on normalised ``h [B, N, M]``."""
     _, wide, _ = layer.gate_up.shape
     bias = None if layer.gate_up_bias is None else layer.gate_up_bias.reshape(-1)
     both = linear(h, layer.gate_up.reshape(2 * wide, -1), bias)
