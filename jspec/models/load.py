@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from jspec.types import Target
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_AFFINITY = hasattr(os, "sched_getaffinity")  # not on every system
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class, two names
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 
@@ -130,14 +132,23 @@ def _from_gguf(name: str, path: Path, dtype) -> Model:
     # First, so that what building it takes is free again when the weights come.
     tokenizer = gguf_meta.tokenizer(file.metadata)
     file.metadata.clear()
-    return Model(name, target(config), build(config, file, dtype), tokenizer, dtype)
+    weights = build(config, file, dtype, _parts())
+    return Model(name, target(config), weights, tokenizer, dtype)
 
 
 def _from_files(name: str, folder: Path, files: list[Path], dtype) -> Model:
     config = config_from_hf(_config(folder))
     source = Safetensors(files[0] if len(files) == 1 else folder, files)
     tokenizer = _tokenizer(folder)
-    return Model(name, target(config), build(config, source, dtype), tokenizer, dtype)
+    weights = build(config, source, dtype, _parts())
+    return Model(name, target(config), weights, tokenizer, dtype)
+
+
+def _parts() -> int:
+    """Blocks of rows that a product is cut into: one a core of a CPU, for all to work."""
+    if jax.default_backend() != "cpu":
+        return 1
+    return min(len(os.sched_getaffinity(0)) if _AFFINITY else os.cpu_count() or 1, 8)
 
 
 def _config(folder: Path) -> dict:

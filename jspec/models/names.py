@@ -13,6 +13,8 @@ from jspec.models.transformer import Layer, Weights
 
 Path = tuple[str, int, str] | tuple[str]
 
+PRODUCTS = ("qkv", "out", "gate_up", "down")  # fields of a layer, ``[*lead, in]``
+
 
 class Place(NamedTuple):
     """One checkpoint tensor inside one array of ``Weights``.

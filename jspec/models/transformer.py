@@ -19,6 +19,7 @@ from jspec import tree
 from jspec.cache import KV, KVCache
 from jspec.models import rope
 from jspec.models.config import Config
+from jspec.models.linear import Rows, linear
 from jspec.pallas import block_attention
 from jspec.sampling import mask_padding
 from jspec.types import Array, Block, Scores, Target
@@ -26,7 +27,7 @@ from jspec.types import Array, Block, Scores, Target
 
 @struct.dataclass
 class Layer:
-    """Weights of one layer; products are stored ``[out, in]``. G = H / K.
+    """Weights of one layer; products are stored ``[out, in]``, or as ``Rows``. G = H / K.
 
     Attributes:
       qkv: ``[K, G + 2, D, M]``; per kv head its queries, its key, its value.
@@ -38,10 +39,10 @@ class Layer:
       down_bias ``[M]``: or None.
     """
 
-    qkv: Array
-    out: Array
-    gate_up: Array
-    down: Array
+    qkv: Array | Rows
+    out: Array | Rows
+    gate_up: Array | Rows
+    down: Array | Rows
     attn_norm: Array
     mlp_norm: Array
     attn_post_norm: Array | None = None
@@ -197,9 +198,9 @@ def attend(
 def _qkv(config: Config, layer: Layer, h: Array):
     """``q [B, N, H, D]``, ``k`` and ``v [B, N, K, D]`` before rotation."""
     kv_heads, per_head, dim, _ = layer.qkv.shape
-    bias = None if layer.qkv_bias is None else layer.qkv_bias.reshape(-1)
-    flat = linear(h, layer.qkv.reshape(kv_heads * per_head * dim, -1), bias)
-    qkv = flat.reshape(*h.shape[:2], kv_heads, per_head, dim)
+    qkv = linear(h, layer.qkv, layer.qkv_bias).reshape(
+        *h.shape[:2], kv_heads, per_head, dim
+    )
     q = qkv[..., :-2, :].reshape(*h.shape[:2], config.heads, dim)
     k, v = qkv[..., -2, :], qkv[..., -1, :]
     q, k = _maybe_norm(q, layer.q_norm, config), _maybe_norm(k, layer.k_norm, config)
@@ -209,8 +210,7 @@ def _qkv(config: Config, layer: Layer, h: Array):
 def mlp(config: Config, layer: Layer, h: Array) -> Array:
     """The gated MLP of a layer on normalised ``h [B, N, M]``."""
     _, wide, _ = layer.gate_up.shape
-    bias = None if layer.gate_up_bias is None else layer.gate_up_bias.reshape(-1)
-    both = linear(h, layer.gate_up.reshape(2 * wide, -1), bias)
+    both = linear(h, layer.gate_up, layer.gate_up_bias)
     gate, up = both[..., :wide], both[..., wide:]
     return linear(
         ACTIVATIONS[config.activation](gate) * up, layer.down, layer.down_bias
@@ -222,18 +222,6 @@ ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
-
-
-def linear(x: Array, w: Array, bias: Array | None = None) -> Array:
-    """``x [..., I] @ w.T`` with ``w [O, I]``.
-
-    Written as ``(w @ x.T).T``: with few rows this is the form that XLA:CPU turns into a
-    matrix-vector product at full bandwidth on every supported JAX.
-    """
-    flat = x.reshape(-1, x.shape[-1])
-    y = lax.dot_general(w, flat, (((1,), (1,)), ((), ()))).T
-    y = y.reshape(*x.shape[:-1], w.shape[0])
-    return y if bias is None else y + bias
 
 
 def rms_norm(x: Array, weight: Array, config: Config) -> Array:

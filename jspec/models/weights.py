@@ -8,8 +8,9 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from jspec.models import names, tensorfile
+from jspec.models import linear, names, tensorfile
 from jspec.models.config import Config
+from jspec.models.linear import Rows
 from jspec.models.transformer import Weights
 
 
@@ -40,8 +41,10 @@ class Safetensors:
         tensorfile.read(key, stored, out)
 
 
-def build(config: Config, source: Checkpoint, dtype) -> Weights:
+def build(config: Config, source: Checkpoint, dtype, parts: int = 1) -> Weights:
     """The weights of ``source`` in ``dtype``, on the default device.
+
+    With ``parts`` above 1 the products of the layers are ``Rows`` of so many blocks.
 
     Every tensor is read straight into its fused array, which a CPU device takes over as
     it is: peak host memory is the weights and one tensor.
@@ -54,7 +57,7 @@ def build(config: Config, source: Checkpoint, dtype) -> Weights:
     in_array: dict[names.Path, list[str]] = {}
     for name, place in table.items():
         in_array.setdefault(place.path, []).append(name)
-    parts = {}
+    arrays = {}
     # The largest array first, while there is still room for a second copy of it.
     by_size = sorted(names.arrays(config).items(), key=lambda item: -np.prod(item[1]))
     for path, shape in by_size:
@@ -62,8 +65,19 @@ def build(config: Config, source: Checkpoint, dtype) -> Weights:
         for name in in_array[path]:
             source.read(name, host[table[name].index])
         # Waiting keeps transfers to an accelerator from piling up in host memory.
-        parts[path] = jax.block_until_ready(jax.device_put(host))
-    return names.assemble(config, parts)
+        arrays[path] = jax.block_until_ready(_put(path, host, parts))
+    return names.assemble(config, arrays)
+
+
+def _put(path: names.Path, host: np.ndarray, parts: int) -> jax.Array | Rows:
+    """An array on the device, cut into blocks if it is a product of a layer."""
+    rows = int(np.prod(host.shape[:-1]))
+    cuts = linear.bounds(rows, parts)
+    if len(cuts) == 1 or path[-1] not in names.PRODUCTS:
+        return jax.device_put(host)
+    flat = host.reshape(rows, -1)
+    blocks = tuple(jax.device_put([flat[a:b] for a, b in cuts]))
+    return Rows(blocks, host.shape[:-1])
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

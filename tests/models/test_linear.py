@@ -1,0 +1,60 @@
+"""Weights in blocks of rows are the same weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import models, types
+from jspec.models import linear
+from jspec.models.linear import Rows
+from jspec.testing import tiny
+
+WIDE = dict(
+    hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=32, query_scale=32**-0.5
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "blocks"), [(300, 2, 2), (130, 8, 2), (5, 4, 1)]
+)
+def test_blocks_cover_every_row_once(rows, parts, blocks):
+    cuts = linear.bounds(rows, parts)
+    assert len(cuts) == blocks
+    assert [i for a, b in cuts for i in range(a, b)] == list(range(rows))
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_product_of_blocks_is_that_of_the_whole(count):
+    w = jax.random.normal(jax.random.key(0), (3, 4, 16, 24))
+    flat = w.reshape(-1, 24)
+    rows = Rows(tuple(flat[a:b] for a, b in ((0, 50), (50, 192))), w.shape[:-1])
+    x = jax.random.normal(jax.random.key(1), (2, count, 24))
+    bias = jax.random.normal(jax.random.key(2), w.shape[:-1])
+    expected = jnp.einsum("bni,acdi->bnacd", x, w) + bias
+    for weight in (w, rows):
+        y = linear.linear(x, weight, bias)
+        np.testing.assert_allclose(
+            y, expected.reshape(2, count, -1), rtol=1e-5, atol=1e-5
+        )
+    np.testing.assert_array_equal(rows, w)
+    assert rows.shape == w.shape
+
+
+def test_loaded_weights_are_cut_and_saved_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(models.load.__globals__["os"], "cpu_count", lambda: 2)
+    monkeypatch.setitem(models.load.__globals__, "_AFFINITY", False)
+    model = tiny.model(seed=1, **WIDE)
+    loaded = models.load(models.save(model, tmp_path / "a"), dtype="float32")
+    layer = loaded.params.layers[0]
+    assert [len(layer.gate_up.blocks), len(layer.qkv.blocks)] == [2, 2]
+    block = types.chain(jnp.array([[1, 2, 3]]))
+    for m in (model, loaded):
+        cache = m.target.init_cache(1, 8, jnp.float32)
+        logits = m.target.score(m.params, cache, block).logits
+        if m is model:
+            expected = logits
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
+    again = models.load(models.save(loaded, tmp_path / "b"), dtype="float32")
+    for a, b in zip(*map(jax.tree.leaves, (loaded.params, again.params)), strict=True):
+        np.testing.assert_array_equal(a, b)
