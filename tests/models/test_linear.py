@@ -54,7 +54,7 @@ def test_loaded_weights_are_cut_and_saved_whole(tmp_path, monkeypatch):
         logits = m.target.score(m.params, cache, block).logits
         if m is model:
             expected = logits
-    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
     again = models.load(models.save(loaded, tmp_path / "b"), dtype="float32")
     for a, b in zip(*map(jax.tree.leaves, (loaded.params, again.params)), strict=True):
         np.testing.assert_array_equal(a, b)
