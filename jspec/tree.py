@@ -87,7 +87,7 @@ class Topology(NamedTuple):
         return found[1:]
 
 
-def from_paths(paths: Iterable[Sequence[int]]) -> Topology:
+def from_paths(paths: Iterable[Iterable[int]]) -> Topology:
     """A tree from the rank paths of its nodes, the root left out, in any order.
 
     This is how Medusa and EAGLE-1 write their trees: ``[0, 2]`` is the third guess after
@@ -96,7 +96,7 @@ def from_paths(paths: Iterable[Sequence[int]]) -> Topology:
     Raises:
       ValueError: no path, one path twice, or a path whose beginning is missing.
     """
-    ordered = sorted((tuple(int(r) for r in p) for p in paths), key=_by_level)
+    ordered = sorted((tuple(p) for p in paths), key=_by_level)
     index = {(): 0}
     parent, rank = [-1], [-1]
     for path in ordered:
@@ -244,18 +244,13 @@ def _check_size(wanted: int, found: int) -> None:
 
 # Published trees, a digit a rank. Medusa's is "mc_sim_7b_63" of its repository, EAGLE-1's
 # goes by the same name in its own.
-MEDUSA_63 = from_paths(
-    map(int, path)
-    for path in (
-        "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 "
-        "020 12 003 40 21 004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 "
-        "31 22 80 050 15 101 021 90 060 0001 16 070"
-    ).split()
-)
-EAGLE_25 = from_paths(
-    map(int, path)
-    for path in (
-        "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 "
-        "00000 00001"
-    ).split()
-)
+_MEDUSA = """
+0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12
+003 40 21 004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15
+101 021 90 060 0001 16 070
+"""
+_EAGLE = """
+0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001
+"""
+MEDUSA_63 = from_paths(map(int, path) for path in _MEDUSA.split())
+EAGLE_25 = from_paths(map(int, path) for path in _EAGLE.split())

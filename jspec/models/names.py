@@ -49,9 +49,9 @@ def places(config: Config) -> dict[str, Place]:
     }
     if not config.tie_embeddings:
         table["lm_head.weight"] = Place(("head",), (), (vocab, hidden))
-    stems = _stems(config)
+    every = stems(config)
     for i in range(config.layers):
-        for name, stem in stems.items():
+        for name, stem in every.items():
             key = f"model.layers.{i}.{name}"
             path = ("layers", i, stem.field)
             table[f"{key}.weight"] = Place(path, stem.index, stem.shape)
@@ -94,13 +94,14 @@ def lookup(params: Weights, path: Path) -> Any:
     return getattr(params.layers[path[1]], path[2])
 
 
-def _stems(config: Config) -> dict[str, Stem]:
+def stems(config: Config) -> dict[str, Stem]:
+    """Tensor name inside a layer -> where it goes, for every tensor of a layer."""
     hidden, wide, dim = config.hidden, config.intermediate, config.head_dim
     group = config.heads // config.kv_heads
     every = slice(None)
     q, k, v = (every, slice(group)), (every, group), (every, group + 1)
     q_rows, kv_rows = config.heads * dim, config.kv_heads * dim
-    stems = {
+    found = {
         "self_attn.q_proj": Stem("qkv", q, (q_rows, hidden), config.qkv_bias),
         "self_attn.k_proj": Stem("qkv", k, (kv_rows, hidden), config.qkv_bias),
         "self_attn.v_proj": Stem("qkv", v, (kv_rows, hidden), config.qkv_bias),
@@ -111,13 +112,13 @@ def _stems(config: Config) -> dict[str, Stem]:
         "input_layernorm": Stem("attn_norm", (), (hidden,)),
     }
     if config.qk_norm:
-        stems["self_attn.q_norm"] = Stem("q_norm", (), (dim,))
-        stems["self_attn.k_norm"] = Stem("k_norm", (), (dim,))
+        found["self_attn.q_norm"] = Stem("q_norm", (), (dim,))
+        found["self_attn.k_norm"] = Stem("k_norm", (), (dim,))
     if config.sandwich_norm:
         # Gemma's post_attention_layernorm really stands after attention.
-        stems["post_attention_layernorm"] = Stem("attn_post_norm", (), (hidden,))
-        stems["pre_feedforward_layernorm"] = Stem("mlp_norm", (), (hidden,))
-        stems["post_feedforward_layernorm"] = Stem("mlp_post_norm", (), (hidden,))
+        found["post_attention_layernorm"] = Stem("attn_post_norm", (), (hidden,))
+        found["pre_feedforward_layernorm"] = Stem("mlp_norm", (), (hidden,))
+        found["post_feedforward_layernorm"] = Stem("mlp_post_norm", (), (hidden,))
     else:
-        stems["post_attention_layernorm"] = Stem("mlp_norm", (), (hidden,))
-    return stems
+        found["post_attention_layernorm"] = Stem("mlp_norm", (), (hidden,))
+    return found

@@ -23,7 +23,11 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ID_MAPS = {
+    "I64": np.dtype(np.int64),
+    "BOOL": np.dtype(np.bool_),
+}  # written as they are
+NAMES = {dtype: name for name, dtype in (DTYPES | _ID_MAPS).items()}
 _LONGEST_HEADER = 100_000_000  # the format's own limit
 
 

@@ -163,7 +163,15 @@ def decoder_layer(
 
 
 def attend(
-    layer: Layer, h, cached, mask, turn, *, config: Config, window: int | None = None
+    layer: Layer,
+    h,
+    cached,
+    mask,
+    turn,
+    *,
+    config: Config,
+    window: int | None = None,
+    before: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array, Array]:
     """Attention of a block and its output product.
 
@@ -172,6 +180,8 @@ def attend(
       cached: keys ``[B, K, D, S]``, values ``[B, K, S, D]`` and ``length [B]``.
       mask: as in ``block_attention``.  turn: from ``rope.turns``.
       config, window: static.
+      before: keys and values ``[B, R, K, D]`` of block rows scored earlier, which are the
+        first columns of ``mask [B, N, R + N]``.
 
     Returns:
       ``(a [B, N, M], k, v [B, N, K, D])`` with the block's own keys, rotated, and values.
@@ -180,13 +190,17 @@ def attend(
     q, k, v = _qkv(config, layer, h)
     q, k = rope.rotate(q, turn), rope.rotate(k, turn)
     k, v = k.astype(k_cache.dtype), v.astype(v_cache.dtype)
+    keys, values = k, v
+    if before is not None:
+        keys = jnp.concatenate([before[0], k], 1)
+        values = jnp.concatenate([before[1], v], 1)
     a = block_attention(
         q,
         k_cache,
         v_cache,
         length,
-        k,
-        v,
+        keys,
+        values,
         mask,
         scale=config.query_scale,
         window=window,

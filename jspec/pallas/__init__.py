@@ -25,18 +25,20 @@ def block_attention(
     """Attention of a block over the cached prefix and over itself, one softmax.
 
     Row ``i`` sees the cache slots ``< length`` and the nodes ``j`` with ``mask[i, j]``:
-    ``tril`` is a chain, an ancestor mask a tree, all ones a diffusion block.
+    ``tril`` is a chain, an ancestor mask a tree, all ones a diffusion block. There may be
+    more keys than rows (R >= N): a tree that grows level by level asks for its new nodes
+    alone.
 
     Args:
       q: ``[B, N, H, D]``, rotated.
       k_cache: ``[B, K, D, S]``.  v_cache: ``[B, K, S, D]``.
       length: ``[B]`` int32, live cache slots.
-      k_block: ``[B, N, K, D]``, rotated.  v_block: ``[B, N, K, D]``.
-      mask: ``[B, N, N]`` bool.
+      k_block: ``[B, R, K, D]``, rotated.  v_block: ``[B, R, K, D]``.
+      mask: ``[B, N, R]`` bool.
       scale: factor on ``q . k``.
       window: a row sees only keys less than this many positions before it (the node's
         position is ``length + depth``, its depth the number of its other visible
-        nodes); None for no window.
+        nodes); None for no window. Needs R = N.
       softcap: ``c * tanh(s / c)`` on the scores, or None.
       impl: a name of ``IMPLEMENTATIONS``; None chooses by platform.
 
@@ -44,14 +46,17 @@ def block_attention(
       ``[B, N, H, D]`` in the values' dtype.
 
     Raises:
-      ValueError: unknown ``impl``, or a mask that is not ``[B, N, N]``.
+      ValueError: unknown ``impl``, a mask that is not ``[B, N, R]``, or a window where
+        R is not N.
     """
-    batch, nodes = q.shape[:2]
-    if mask.shape != (batch, nodes, nodes):
+    (batch, nodes), keys = q.shape[:2], k_block.shape[1]
+    if mask.shape != (batch, nodes, keys):
         raise ValueError(
-            f"mask has shape {mask.shape}; {nodes} block nodes and batch {batch} need "
-            f"{(batch, nodes, nodes)}"
+            f"mask has shape {mask.shape}; {nodes} block nodes, {keys} block keys and "
+            f"batch {batch} need {(batch, nodes, keys)}"
         )
+    if window is not None and nodes != keys:
+        raise ValueError(f"a window needs as many rows ({nodes}) as keys ({keys})")
     name = impl or "xla"
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"impl {impl!r} is not one of {sorted(IMPLEMENTATIONS)}")

@@ -40,7 +40,7 @@ def block_attention(
 
     slot = jnp.arange(slots)
     in_cache = slot < length[:, None, None]  # [B, 1, S], or [B, N, S] with a window
-    in_block = mask  # [B, N, N]
+    in_block = mask  # [B, N, R]
     if window is not None:
         depth = tree.depth(mask)
         position = length[:, None] + depth

@@ -1,0 +1,329 @@
+"""EAGLE heads in the folders that others publish and read.
+
+Three layouts: EAGLE-1/2 and EAGLE-3 as the authors and SpecForge write them, and EAGLE-3 as
+the speculators library writes it. Which one a folder has is read off its config and keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.drafters import eagle, tensors
+from jspec.drafters.eagle import Design, Weights
+from jspec.models import Model, names
+from jspec.models.config import Config
+from jspec.models.hf import config_from_hf, config_to_hf
+from jspec.models.transformer import Layer
+
+OFFICIAL, SPECULATORS = "official", "speculators"
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A head as a folder holds it.
+
+    Attributes:
+      design: static.  weights: its parameters, the target's embedding and head included.
+      layout: ``OFFICIAL`` or ``SPECULATORS``.
+    """
+
+    design: Design
+    weights: Weights
+    layout: str = OFFICIAL
+
+
+def is_eagle(config: dict) -> bool:
+    """Does a ``config.json`` look like that of an EAGLE head?"""
+    if "speculators_model_type" in config:
+        return config["speculators_model_type"] == "eagle3"
+    eagle3 = "LlamaForCausalLMEagle3" in (config.get("architectures") or [])
+    # An EAGLE-1 config is a Llama config of one layer; the flag is what tells it apart.
+    return eagle3 or "draft_vocab_size" in config or "bias" in config
+
+
+def load_eagle(folder: str | Path, target: Model) -> Head:
+    """Reads a head and joins it to its target.
+
+    Args:
+      folder: holds ``config.json`` and ``model.safetensors`` (or ``pytorch_model.bin``).
+      target: gives the embedding and the head where the folder has none.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: keys missing, left over or of another shape; a head for a target of
+        another width, vocabulary or depth. The message names both sides.
+    """
+    folder = Path(folder)
+    hf, found = tensors.read_config(folder), tensors.read_tensors(folder)
+    speculators = "speculators_model_type" in hf
+    if speculators:
+        design = _speculators_design(hf, target)
+    elif any(name.startswith("midlayer.") for name in found):
+        design = _official_design(hf, target)
+    else:
+        design = Design(_layers_config(hf), taps=(-1,), first=eagle.eagle1)
+    _check_target(folder, design, target, found)
+    layout = SPECULATORS if speculators else OFFICIAL
+    shapes, optional = _shapes(design, layout, found, target)
+    kept = tensors.take(folder, found, shapes, optional)
+    return Head(design, _weights(folder, design, layout, kept, target), layout)
+
+
+def save_eagle(head: Head, folder: str | Path, dtype=jnp.bfloat16) -> Path:
+    """Writes a head in its layout, without what belongs to the target.
+
+    Raises:
+      ValueError: a layout that cannot say what the head is.
+    """
+    design, weights = head.design, head.weights
+    table = _table(design, head.layout)
+    arrays = {}
+    for key, (path, index, shape) in table.items():
+        array = _lookup(weights, path)
+        if array is not None:
+            arrays[key] = np.asarray(array)[index].reshape(shape)
+    if design.first is eagle.eagle3:
+        arrays["lm_head.weight"] = np.asarray(weights.head)
+    arrays = {key: np.asarray(jnp.asarray(a, dtype)) for key, a in arrays.items()}
+    vocab_size, ids = weights.embed.shape[0], weights.to_target
+    if ids is not None:
+        arrays |= tensors.id_maps(np.asarray(ids), vocab_size)
+    config = _config(head, vocab_size) | {"torch_dtype": jnp.dtype(dtype).name}
+    return tensors.write(Path(folder), config, arrays)
+
+
+# --- configs ----------------------------------------------------------------------------
+
+
+def _layers_config(hf: dict) -> Config:
+    """The decoder layers of a head from its (or its ``transformer_layer_config``'s) dict."""
+    own = {"model_type": "llama", "max_position_embeddings": 2048}
+    return config_from_hf(own | {k: v for k, v in hf.items() if v is not None})
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """EAGLE-3's low, middle and high feature: what layers 2, n/2 and n - 3 receive."""
+    return 2, layers // 2, layers - 3
+
+
+def _official_design(hf: dict, target: Model) -> Design:
+    ids = (hf.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    # These count what a layer receives; a list that begins with 1 counts outputs.
+    if ids and ids[0] == 1:
+        ids = [i + 1 for i in ids]
+    taps = tuple(ids) if ids else default_taps(target.config.layers)
+    return Design(_layers_config(hf), taps, eagle.eagle3)
+
+
+def _speculators_design(hf: dict, target: Model) -> Design:
+    ids = hf.get("eagle_aux_hidden_state_layer_ids")
+    return Design(
+        _layers_config(hf["transformer_layer_config"]),
+        tuple(ids) if ids else default_taps(target.config.layers),
+        eagle.eagle3,
+        norm_before_residual=bool(hf.get("norm_before_residual")),
+        norm_output=bool(hf.get("norm_output")),
+    )
+
+
+def _config(head: Head, vocab_size: int) -> dict:
+    design, draft_size = head.design, head.weights.head.shape[0]
+    layers = config_to_hf(dataclasses.replace(design.config, tie_embeddings=False))
+    layers["vocab_size"] = vocab_size
+    if head.layout == SPECULATORS:
+        return _speculators_config(head, layers, draft_size)
+    if design.norm_before_residual or design.norm_output or design.config.layers > 1:
+        raise ValueError("the official layout has no place for this head's variants")
+    if design.first is eagle.eagle1:
+        return layers | {"bias": head.weights.fc_bias is not None}
+    if head.weights.feature_norm is not None:
+        raise ValueError("the official layout has no place for norms before fc")
+    aux = {
+        "eagle_aux_hidden_state_layer_ids": list(design.taps),
+        "use_aux_hidden_state": True,
+    }
+    return layers | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": draft_size,
+        "eagle_config": aux,
+    }
+
+
+def _speculators_config(head: Head, layers: dict, draft_size: int) -> dict:
+    design, norm = head.design, head.weights.feature_norm
+    proposal: dict[str, Any] = {"proposal_type": "greedy", "speculative_tokens": 5}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {
+                "name_or_path": None,
+                "architectures": layers["architectures"],
+            },
+        },
+        "transformer_layer_config": layers,
+        "draft_vocab_size": draft_size,
+        "eagle_aux_hidden_state_layer_ids": list(design.taps),
+        "target_hidden_size": None,
+        "norm_before_residual": design.norm_before_residual,
+        "norm_output": design.norm_output,
+        "norm_before_fc": norm is not None and norm.ndim == 1,
+        "fc_norm": norm is not None and norm.ndim == 2,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+    }
+
+
+# --- tensors ----------------------------------------------------------------------------
+
+
+def _table(design: Design, layout: str) -> dict[str, tuple]:
+    """Key -> (path in ``Weights``, index, shape) of everything trained but the head."""
+    config, wide = design.config, design.first is eagle.eagle3
+    width = config.hidden
+    table: dict[str, tuple] = {}
+    for i in range(config.layers):
+        prefix = f"layers.{i}."
+        if wide and i == 0 and layout == OFFICIAL:
+            prefix = "midlayer."
+        for name, stem in names.stems(config).items():
+            shape, path = stem.shape, ("layers", i, stem.field)
+            if i == 0 and name == "input_layernorm":
+                continue  # EAGLE-1 has none, EAGLE-3's norms the embedding
+            if i == 0 and wide and stem.field == "qkv":
+                shape = (shape[0], 2 * width)
+            table[f"{prefix}{name}.weight"] = (path, stem.index, shape)
+            if stem.bias:
+                path = ("layers", i, f"{stem.field}_bias")
+                table[f"{prefix}{name}.bias"] = (path, stem.index, shape[:1])
+        if wide and i == 0:
+            table[f"{prefix}input_layernorm.weight"] = (("embed_norm",), (), (width,))
+            table[f"{prefix}hidden_norm.weight"] = (("hidden_norm",), (), (width,))
+    if wide:
+        table["norm.weight"] = (("final_norm",), (), (width,))
+    return table
+
+
+def _shapes(design: Design, layout: str, found: dict, target: Model):
+    """Key -> shape of every tensor of the folder, and the keys that may be missing."""
+    config, vocab = design.config, target.config.vocab_size
+    width, tapped = config.hidden, target.config.hidden
+    shapes = {key: shape for key, (_, _, shape) in _table(design, layout).items()}
+    shapes["embed_tokens.weight"] = (vocab, width)
+    optional = {"embed_tokens.weight"}
+    if design.first is eagle.eagle1:
+        shapes["fc.weight"] = (width, 2 * width)
+        if "fc.bias" in found:
+            shapes["fc.bias"] = (width,)
+        return shapes, frozenset(optional)
+    features = len(design.taps) * tapped
+    shapes["fc.weight"] = (width, features)
+    if "input_norm.weight" in found:
+        shapes["input_norm.weight"] = (features,)
+    if "fc_norm.0.weight" in found:
+        shapes |= {f"fc_norm.{i}.weight": (tapped,) for i in range(len(design.taps))}
+    reduced = len(found["d2t"]) if "d2t" in found else vocab
+    shapes["lm_head.weight"] = (reduced, width)
+    if "d2t" in found:
+        shapes |= {"d2t": (reduced,), "t2d": (vocab,)}
+        optional |= {"t2d"}
+    return shapes, frozenset(optional | {"lm_head.weight"})
+
+
+def _weights(
+    folder: Path, design: Design, layout: str, kept: dict, target: Model
+) -> Weights:
+    dtype, config = target.dtype, design.config
+    wide = design.first is eagle.eagle3
+    rows = (config.kv_heads, config.heads // config.kv_heads + 2, config.head_dim)
+    layers: list[dict[str, Any]] = [{"attn_norm": None} for _ in range(config.layers)]
+    top: dict[str, Any] = {}
+    host: dict[tuple, np.ndarray] = {}
+    for key, (path, index, shape) in _table(design, layout).items():
+        if path not in host:
+            inner = shape[-1]
+            fused = {
+                "qkv": (*rows, inner),
+                "qkv_bias": rows,
+                "gate_up": (2, config.intermediate, inner),
+                "gate_up_bias": (2, config.intermediate),
+            }
+            host[path] = np.empty(fused.get(path[-1], shape), np.float32)
+        view = host[path][index]
+        host[path][index] = kept[key].reshape(view.shape)
+    for path, array in host.items():
+        place = top if len(path) == 1 else layers[path[1]]
+        place[path[-1]] = jnp.asarray(array, dtype)
+
+    def optional(key: str):
+        return jnp.asarray(kept[key], dtype) if key in kept else None
+
+    ids = None
+    if "d2t" in kept:
+        ids = tensors.draft_ids(
+            folder, kept["d2t"], kept.get("t2d"), target.config.vocab_size
+        )
+    norm = optional("input_norm.weight")
+    if "fc_norm.0.weight" in kept:
+        every = [kept[f"fc_norm.{i}.weight"] for i in range(len(design.taps))]
+        norm = jnp.asarray(np.stack(every), dtype)
+    embed = optional("embed_tokens.weight")
+    head = optional("lm_head.weight") if wide else None
+    return Weights(
+        embed=target.params.embed if embed is None else embed,
+        layers=tuple(Layer(**fields) for fields in layers),
+        head=target_head(target, ids) if head is None else head,
+        fc=optional("fc.weight"),
+        fc_bias=optional("fc.bias"),
+        feature_norm=norm,
+        to_target=None if ids is None else jnp.asarray(ids),
+        **top,
+    )
+
+
+def target_head(target: Model, ids: np.ndarray | None = None):
+    """The target's head ``[V, M]``, or its rows ``ids``."""
+    head = target.params.embed if target.params.head is None else target.params.head
+    return head if ids is None else head[jnp.asarray(ids)]
+
+
+def _lookup(weights: Weights, path: tuple):
+    if len(path) == 1:
+        return getattr(weights, path[0])
+    return getattr(weights.layers[path[1]], path[2])
+
+
+def _check_target(folder: Path, design: Design, target: Model, found: dict) -> None:
+    """Refuses a head that was made for another target, naming both sides."""
+    ours, theirs = design.config, target.config
+    if ours.vocab_size != theirs.vocab_size:
+        raise ValueError(
+            f"{folder} was made for a target with {ours.vocab_size} tokens, but "
+            f"{target.name} has {theirs.vocab_size}"
+        )
+    deep = [t for t in design.taps if t > theirs.layers]
+    if deep:
+        raise ValueError(
+            f"{folder} reads features of layers {deep}, but {target.name} has "
+            f"{theirs.layers} layers"
+        )
+    fc = found.get("fc.weight")
+    if fc is None:
+        return
+    wide = design.first is eagle.eagle3
+    asked = len(design.taps) * theirs.hidden if wide else ours.hidden + theirs.hidden
+    if fc.ndim == 2 and fc.shape[1] != asked:
+        raise ValueError(
+            f"{folder}: fc.weight reads {fc.shape[1]} numbers, but {target.name} "
+            f"(width {theirs.hidden}, {len(design.taps)} features) gives {asked}"
+        )

@@ -1,0 +1,191 @@
+"""Drafters whose network extends a path by itself: EAGLE, multi-token prediction.
+
+Such a network maps the feature of a position and the token after it to an estimate of the
+next position's feature, with keys and values of its own. Pairs of committed tokens are
+always fed with the target's true features: what was drafted on estimates is thrown away,
+and the accepted path is fed again after every round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jspec.cache import KV
+from jspec.decode import emitted_tokens
+from jspec.drafters.growth import Grower
+from jspec.types import Array, Block, Context, Drafter, DraftShape, Feedback, Law
+
+
+class Net(NamedTuple):
+    """A network that extends paths. Pure functions; I is the width of what it is fed.
+
+    Attributes:
+      taps: the target's features it reads, as in ``Target.score``.
+      init_cache: ``(batch, slots, dtype) -> cache``, with ``append``, ``crop``, ``length``.
+      fuse: ``(params, features [..., F]) -> hidden [..., I]``.
+      step: ``(params, cache, token [B, n], hidden [B, n, I], mask [B, n, R + n],
+        depth [B, n], before) -> (out [B, n, M], kv)``. Row ``i`` is the pair of a feature
+        and the token after it, at position ``cache.length + depth[i]``; ``before`` holds
+        the keys and values of R earlier rows, or is None.
+      feed: ``(params, out) -> hidden``, when the next pair has no true feature.
+      logits: ``(params, out [..., M]) -> [..., V']`` of the token after the pair.
+      to_target: ``params -> [V']`` int32 target ids, or None if the ids agree.
+    """
+
+    taps: tuple[int, ...]
+    init_cache: Callable
+    fuse: Callable
+    step: Callable
+    feed: Callable
+    logits: Callable
+    to_target: Callable
+
+
+@struct.dataclass
+class State:
+    """``cache`` of the committed pairs, and ``out [B, M]`` of the newest of them."""
+
+    cache: Any
+    out: Array
+
+
+class _At(NamedTuple):
+    """One level of a growing tree.
+
+    Attributes:
+      out: ``[B, n, M]`` outputs.  reach: ``[B, n, R]``, which rows each of them sees.
+      rows: keys and values of all R rows so far, or None.  level: ``n`` rows' depth.
+    """
+
+    out: Array
+    reach: Array
+    rows: KV | None
+    level: int
+
+
+@functools.cache
+def recurrent(net: Net, grower: Grower, chunk: int = 64, dtype=jnp.float32) -> Drafter:
+    """A drafter from a network and a way to grow blocks.
+
+    Args:
+      net: says what may follow.  grower: decides which nodes there are.
+      chunk: prompt tokens fed at once.
+      dtype: of the network's cache.
+    """
+    depth = grower.depth
+
+    def init(params, context: Context) -> State:
+        return _read_prompt(net, params, context, depth + 1, chunk, dtype)
+
+    def propose(params, state: State, key: Array, context: Context):
+        to_target = net.to_target(params)
+        batch = state.out.shape[0]
+        root = _At(state.out[:, None], jnp.zeros((batch, 1, 0), bool), None, 0)
+        grown = grower.grow(
+            functools.partial(_extend, net, params, state.cache, to_target),
+            root,
+            net.logits(params, state.out),
+            key,
+            context.sampling,
+        )
+        last = jnp.maximum(context.length - 1, 0)[:, None]
+        pending = jnp.take_along_axis(context.tokens, last, axis=1)
+        # Without a feature, after a prompt of one token, there is nothing to go by.
+        live = grown.live & (state.cache.length > 0)[:, None]
+        return _block(pending, grown, live, to_target, grower), state
+
+    def update(params, state: State, feedback: Feedback) -> State:
+        verdict = feedback.verdict
+        count = verdict.n_accept + 1
+        node = jnp.maximum(verdict.path, 0)
+        features = jnp.take_along_axis(feedback.features, node[..., None], axis=1)
+        token = emitted_tokens(feedback.block, verdict)
+        return _feed_pairs(net, params, state, features, token, count)
+
+    shape = DraftShape(
+        grower.nodes, depth, net.taps, dense=grower.dense, widths=grower.widths
+    )
+    return Drafter(shape, init, propose, update)
+
+
+def _feed_pairs(net: Net, params, state: State, features, token, count) -> State:
+    """Feeds the first ``count [B]`` of a chain of true pairs ``[B, P]``."""
+    batch, pairs = token.shape
+    step = jnp.arange(pairs)
+    mask = jnp.broadcast_to(step[:, None] >= step, (batch, pairs, pairs))
+    depth = jnp.broadcast_to(step, (batch, pairs))
+    hidden = net.fuse(params, features)
+    out, kv = net.step(params, state.cache, token, hidden, mask, depth, None)
+    newest = jnp.maximum(count - 1, 0)[:, None, None]
+    newest = jnp.take_along_axis(out, newest, axis=1)[:, 0]
+    return State(
+        state.cache.append(kv, depth, count),
+        jnp.where((count > 0)[:, None], newest, state.out),
+    )
+
+
+def _read_prompt(
+    net: Net, params, context: Context, slack: int, chunk: int, dtype
+) -> State:
+    """Feeds the pairs of the prompt, chunk by chunk: all tokens but the first."""
+    batch, width = context.tokens.shape
+    pad = -width % chunk
+    features = jnp.pad(context.features, ((0, 0), (0, pad), (0, 0)))
+    token = jnp.pad(jnp.roll(context.tokens, -1, 1), ((0, 0), (0, pad)))
+    pairs = context.length - 1
+
+    def part(x, i):
+        return lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=1)
+
+    def feed(i, state: State) -> State:
+        count = jnp.clip(pairs - i * chunk, 0, chunk)
+        return _feed_pairs(net, params, state, part(features, i), part(token, i), count)
+
+    cache = net.init_cache(batch, width + pad + max(slack, chunk), dtype)
+    hidden = net.fuse(params, features[:, :1])
+    one = jnp.ones((batch, 1, 1), bool)
+    out, _ = jax.eval_shape(
+        net.step, params, cache, token[:, :1], hidden, one, token[:, :1], None
+    )
+    start = State(cache, jnp.zeros((batch, out.shape[-1]), out.dtype))
+    state = lax.fori_loop(0, (jnp.max(pairs) + chunk - 1) // chunk, feed, start)
+    return dataclasses.replace(state, cache=state.cache.crop(width + slack))
+
+
+def _extend(net: Net, params, cache, to_target, at: _At, token: Array, row: Array):
+    """``growth.Extend`` of a network: feeds its own estimates along the tree."""
+    batch, count = token.shape
+    reach = jnp.take_along_axis(at.reach, row[..., None], axis=1)
+    own = jnp.broadcast_to(jnp.eye(count, dtype=bool), (batch, count, count))
+    mask = jnp.concatenate([reach, own], -1)
+    out = jnp.take_along_axis(at.out, row[..., None], axis=1)
+    token = token if to_target is None else to_target[token]
+    depth = jnp.full((batch, count), at.level)
+    out, kv = net.step(
+        params, cache, token, net.feed(params, out), mask, depth, at.rows
+    )
+    rows = kv
+    if at.rows is not None:
+        rows = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), at.rows, kv)
+    return net.logits(params, out), _At(out, mask, rows, at.level + 1)
+
+
+def _block(pending: Array, grown, live, to_target, grower: Grower) -> Block:
+    """Puts the root in front and names target ids."""
+    token = grown.token if to_target is None else to_target[grown.token]
+    root = jnp.ones_like(pending, bool)
+    return Block(
+        token=jnp.concatenate([pending, token], 1).astype(jnp.int32),
+        parent=jnp.concatenate([jnp.full_like(pending, -1), grown.parent], 1),
+        live=jnp.concatenate([root, live], 1),
+        vote=jnp.ones((pending.shape[0], grower.nodes), bool),
+        law=Law(grown.q, to_target if grower.dense else None, replace=grower.replace),
+    )

@@ -1,0 +1,149 @@
+"""Tensors of a published head by name: read whole, checked against a table, written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import safe_open
+
+from jspec.models import tensorfile
+
+_IGNORED_END = ("rotary_emb.inv_freq",)
+
+
+def read_config(folder: Path) -> dict:
+    """``config.json`` of a head.
+
+    Raises:
+      FileNotFoundError: there is none.  ValueError: it is not JSON.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no config.json in {folder}; is it a head?")
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error})") from error
+
+
+def read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of ``model.safetensors``, or of ``pytorch_model.bin`` if torch is there.
+
+    Floats come as float32, the rest as stored. Heads are small: they are read whole.
+
+    Raises:
+      FileNotFoundError: neither file is there.
+      ValueError: a damaged file, or a ``.bin`` without torch to read it.
+    """
+    file = folder / "model.safetensors"
+    if file.is_file():
+        return _safetensors(file)
+    pickled = folder / "pytorch_model.bin"
+    if not pickled.is_file():
+        raise FileNotFoundError(f"there is no model.safetensors in {folder}")
+    try:
+        import torch
+    except ImportError as error:
+        raise ValueError(
+            f"{pickled} needs torch to be read: install it, or convert the file to "
+            "model.safetensors"
+        ) from error
+    state = torch.load(pickled, map_location="cpu", weights_only=True)
+    return {
+        name: (t.float() if t.is_floating_point() else t).numpy()
+        for name, t in state.items()
+    }
+
+
+def _safetensors(file: Path) -> dict[str, np.ndarray]:
+    found = {}
+    for name, stored in tensorfile.index(file).items():
+        if stored.dtype in tensorfile.DTYPES:
+            found[name] = np.empty(stored.shape, np.float32)
+            tensorfile.read(name, stored, found[name])
+        else:  # id maps
+            with safe_open(file, "np") as opened:
+                found[name] = opened.get_tensor(name)
+    return found
+
+
+def take(
+    folder: Path,
+    tensors: dict[str, np.ndarray],
+    shapes: dict[str, tuple[int, ...]],
+    optional: frozenset[str] = frozenset(),
+) -> dict[str, np.ndarray]:
+    """The tensors that ``shapes`` asks for; none missing, none left over, all of its shape.
+
+    Raises:
+      ValueError: listing every key that is missing, unexpected or of another shape.
+    """
+    missing = sorted(shapes.keys() - tensors.keys() - optional)
+    extra = sorted(
+        name
+        for name in tensors.keys() - shapes.keys()
+        if not name.endswith(_IGNORED_END)
+    )
+    if missing or extra:
+        raise ValueError(
+            f"{folder} does not hold the tensors its config asks for; missing: "
+            f"{', '.join(missing) or 'none'}; unexpected: {', '.join(extra) or 'none'}"
+        )
+    wrong = [
+        f"{name} is {tensors[name].shape}, the config asks for {shape}"
+        for name, shape in shapes.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    if wrong:
+        raise ValueError(f"{folder}: {'; '.join(wrong)}")
+    return {name: tensors[name] for name in shapes if name in tensors}
+
+
+def draft_ids(
+    folder: Path, d2t: np.ndarray, t2d: np.ndarray | None, vocab_size: int
+) -> np.ndarray:
+    """Target ids ``[V']`` of a reduced vocabulary; ``d2t`` holds offsets to draft ids.
+
+    Raises:
+      ValueError: ids outside the target's vocabulary, or maps that contradict each other.
+    """
+    ids = np.arange(len(d2t)) + d2t.astype(np.int64)
+    if ids.min() < 0 or ids.max() >= vocab_size or len(set(ids.tolist())) != len(ids):
+        raise ValueError(
+            f"{folder}: d2t does not name {len(d2t)} different ids below {vocab_size}"
+        )
+    if t2d is not None and not np.array_equal(np.flatnonzero(t2d), np.sort(ids)):
+        raise ValueError(f"{folder}: t2d and d2t name different target ids")
+    return ids.astype(np.int32)
+
+
+def id_maps(ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
+    """``d2t`` and ``t2d`` of the target ids of a reduced vocabulary, which must ascend.
+
+    Raises:
+      ValueError: ids that do not ascend.
+    """
+    ids = np.asarray(ids, np.int64)
+    if np.any(np.diff(ids) <= 0):
+        raise ValueError("target ids of a draft vocabulary must ascend")
+    return {
+        "d2t": ids - np.arange(len(ids)),
+        "t2d": np.isin(np.arange(vocab_size), ids),
+    }
+
+
+def write(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
+    """Writes ``config.json`` and ``model.safetensors``; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    specs = {name: (t.shape, t.dtype) for name, t in tensors.items()}
+    tensorfile.write(folder / "model.safetensors", specs, lambda name: tensors[name])
+    return folder
+
+
+def on_device(array: np.ndarray, dtype) -> jnp.ndarray:
+    """A weight on the default device."""
+    return jnp.asarray(array, dtype)
