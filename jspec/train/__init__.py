@@ -1,0 +1,1 @@
+"""Training drafters: corpora, the target's features, objectives and the loop."""
