@@ -187,7 +187,7 @@ def attend(
       ``(a [B, N, M], k, v [B, N, K, D])`` with the block's own keys, rotated, and values.
     """
     k_cache, v_cache, length = cached
-    q, k, v = _qkv(config, layer, h)
+    q, k, v = project(config, layer, h)
     q, k = rope.rotate(q, turn), rope.rotate(k, turn)
     k, v = k.astype(k_cache.dtype), v.astype(v_cache.dtype)
     keys, values = k, v
@@ -209,7 +209,7 @@ def attend(
     return linear(a.reshape(*a.shape[:2], -1), layer.out, layer.out_bias), k, v
 
 
-def _qkv(config: Config, layer: Layer, h: Array):
+def project(config: Config, layer: Layer, h: Array) -> tuple[Array, Array, Array]:
     """``q [B, N, H, D]``, ``k`` and ``v [B, N, K, D]`` before rotation."""
     kv_heads, per_head, dim, _ = layer.qkv.shape
     qkv = linear(h, layer.qkv, layer.qkv_bias).reshape(
