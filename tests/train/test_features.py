@@ -1,5 +1,6 @@
 """Features of packed rows against decoding document by document, and their files."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -40,17 +41,17 @@ def packed(sizes, length, vocab=61, seed=0):
     return Rows(tokens, document, position, document >= 0)
 
 
+@functools.partial(jax.jit, static_argnames=("target", "taps"))
+def step(params, cache, token, *, target, taps):
+    return target.score(params, cache, chain(token), taps=taps)
+
+
 def alone(target, params, tokens, taps):
     """Features of one document by itself, token by token, through the cache."""
-    step = jax.jit(
-        lambda params, cache, token: target.score(
-            params, cache, chain(token), taps=taps
-        )
-    )
-    cache = target.init_cache(1, len(tokens) + 1, jnp.float32)
+    cache = target.init_cache(1, 32, jnp.float32)
     found = []
     for token in tokens:
-        out = step(params, cache, jnp.array([[token]]))
+        out = step(params, cache, jnp.array([[token]]), target=target, taps=taps)
         cache = cache.append(out.kv, jnp.zeros((1, 1), jnp.int32), jnp.array([1]))
         found.append(out.features[0, 0])
     return jnp.stack(found)
