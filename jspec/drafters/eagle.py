@@ -66,6 +66,7 @@ class Design:
       config: of its layers (sizes, rope, norm).
       taps: the target's features it reads.
       first: how the first layer is entered: ``eagle1`` or ``eagle3``.
+      read: what it makes of the tapped features: ``as_is`` or ``fuse``.
       norm_before_residual: EAGLE-3, the residual is the normed feature.
       norm_output: the feature fed back is the normed output.
     """
@@ -73,6 +74,7 @@ class Design:
     config: Config
     taps: tuple[int, ...]
     first: Callable
+    read: Callable
     norm_before_residual: bool = False
     norm_output: bool = False
 
@@ -92,6 +94,22 @@ def eagle3(design: Design, params: Weights, e: Array, g: Array, attention: Atten
     return (normed if design.norm_before_residual else g), a
 
 
+def as_is(design: Design, params: Weights, features: Array) -> Array:
+    """The target's last hidden state is fed as it is."""
+    del design, params
+    return features
+
+
+def fuse(design: Design, params: Weights, features: Array) -> Array:
+    """EAGLE-3: features ``[..., F]`` of several depths to one of the head's width."""
+    norm = params.feature_norm
+    if norm is not None:
+        parts = features.reshape(*features.shape[:-1], *norm.shape)
+        parts = rms_norm(parts, norm, design.config)
+        features = parts.reshape(features.shape)
+    return linear(features, params.fc, params.fc_bias)
+
+
 def body(design: Design, params: Weights, e: Array, g: Array, attention: Attention):
     """The layers: embeddings ``e [B, n, E]`` and features ``g [B, n, M]`` to ``[B, n, M]``.
 
@@ -106,18 +124,6 @@ def body(design: Design, params: Weights, e: Array, g: Array, attention: Attenti
         x = x + a
         x = x + mlp(config, layer, rms_norm(x, layer.mlp_norm, config))
     return x
-
-
-def fuse(design: Design, params: Weights, features: Array) -> Array:
-    """The target's features ``[..., F]`` as the head is fed them, ``[..., M]``."""
-    if design.first is eagle1:
-        return features
-    norm = params.feature_norm
-    if norm is not None:
-        parts = features.reshape(*features.shape[:-1], *norm.shape)
-        parts = rms_norm(parts, norm, design.config)
-        features = parts.reshape(features.shape)
-    return linear(features, params.fc, params.fc_bias)
 
 
 def feed(design: Design, params: Weights, out: Array) -> Array:
@@ -182,7 +188,7 @@ def net(design: Design) -> Net:
     return Net(
         taps=design.taps,
         init_cache=init_cache,
-        fuse=functools.partial(fuse, design),
+        fuse=functools.partial(design.read, design),
         step=functools.partial(step, design),
         feed=functools.partial(feed, design),
         logits=functools.partial(logits, design),

@@ -66,7 +66,7 @@ def load_eagle(folder: str | Path, target: Model) -> Head:
     elif any(name.startswith("midlayer.") for name in found):
         design = _official_design(hf, target)
     else:
-        design = Design(_layers_config(hf), taps=(-1,), first=eagle.eagle1)
+        design = Design(_layers_config(hf), (-1,), eagle.eagle1, eagle.as_is)
     _check_target(folder, design, target, found)
     layout = SPECULATORS if speculators else OFFICIAL
     shapes, optional = _shapes(design, layout, found, target)
@@ -117,7 +117,7 @@ def _official_design(hf: dict, target: Model) -> Design:
     if ids and ids[0] == 1:
         ids = [i + 1 for i in ids]
     taps = tuple(ids) if ids else default_taps(target.config.layers)
-    return Design(_layers_config(hf), taps, eagle.eagle3)
+    return Design(_layers_config(hf), taps, eagle.eagle3, eagle.fuse)
 
 
 def _speculators_design(hf: dict, target: Model) -> Design:
@@ -126,6 +126,7 @@ def _speculators_design(hf: dict, target: Model) -> Design:
         _layers_config(hf["transformer_layer_config"]),
         tuple(ids) if ids else default_taps(target.config.layers),
         eagle.eagle3,
+        eagle.fuse,
         norm_before_residual=bool(hf.get("norm_before_residual")),
         norm_output=bool(hf.get("norm_output")),
     )

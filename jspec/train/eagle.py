@@ -131,7 +131,7 @@ def unroll(
 ) -> Iterator[Array]:
     """The head's outputs ``[B, T, M]`` at every step; gradients flow through all."""
     config, token = design.config, given.token
-    hidden = eagle.fuse(design, weights, given.features)
+    hidden = design.read(design, weights, given.features)
     causal = jnp.tril(jnp.ones(token.shape[-1:] * 2, bool))
     seen = causal & (given.document[:, :, None] == given.document[:, None, :])
     stored: list[list[tuple[Array, Array]]] = [[] for _ in weights.layers]

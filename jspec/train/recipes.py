@@ -169,7 +169,7 @@ def fresh_eagle3(target: Model, taps, ids: np.ndarray, key: Array) -> Head:
         final_norm=target.params.final_norm,
         to_target=jnp.asarray(ids),
     )
-    return Head(Design(config, tuple(taps), eagle.eagle3), weights)
+    return Head(Design(config, tuple(taps), eagle.eagle3, eagle.fuse), weights)
 
 
 def fresh_eagle1(target: Model, key: Array) -> Head:
@@ -184,7 +184,7 @@ def fresh_eagle1(target: Model, key: Array) -> Head:
         fc=fc + 0.01 * jax.random.normal(key, fc.shape),
         fc_bias=jnp.zeros(width),
     )
-    return Head(Design(config, (-1,), eagle.eagle1), weights)
+    return Head(Design(config, (-1,), eagle.eagle1, eagle.as_is), weights)
 
 
 def _last_layer(target: Model) -> tuple[Layer, Any]:

@@ -140,7 +140,9 @@ def test_blocks_are_well_formed(draft):
         assert all(live[b, parent[b, i]] for i in range(1, shape.nodes) if live[b, i])
     depth = tree.depth(tree.ancestors(block.parent))
     is_chain = shape.nodes == shape.depth + 1
-    assert int(depth.max()) == shape.depth if is_chain else int(depth.max()) <= shape.depth
+    assert (
+        int(depth.max()) == shape.depth if is_chain else int(depth.max()) <= shape.depth
+    )
     assert ((block.token >= 0) & (block.token < VOCAB)).all()
     assert (np.asarray(block.token[:, 0]) == [p[-1] for p in PROMPTS]).all()
     assert (block.law.q is not None) == shape.dense
