@@ -18,7 +18,7 @@ from jspec.drafters.eagle import Design, Weights
 from jspec.models import Model, names
 from jspec.models.config import Config
 from jspec.models.hf import config_from_hf, config_to_hf
-from jspec.models.transformer import Layer
+from jspec.models.names import Place
 
 OFFICIAL, SPECULATORS = "official", "speculators"
 
@@ -81,12 +81,7 @@ def save_eagle(head: Head, folder: str | Path, dtype=jnp.bfloat16) -> Path:
       ValueError: a layout that cannot say what the head is.
     """
     design, weights = head.design, head.weights
-    table = _table(design, head.layout)
-    arrays = {}
-    for key, (path, index, shape) in table.items():
-        array = _lookup(weights, path)
-        if array is not None:
-            arrays[key] = np.asarray(array)[index].reshape(shape)
+    arrays = tensors.parts(_table(design, head.layout), weights)
     if design.first is eagle.eagle3:
         arrays["lm_head.weight"] = np.asarray(weights.head)
     arrays = {key: np.asarray(jnp.asarray(a, dtype)) for key, a in arrays.items()}
@@ -188,38 +183,40 @@ def _speculators_config(head: Head, layers: dict, draft_size: int) -> dict:
 # --- tensors ----------------------------------------------------------------------------
 
 
-def _table(design: Design, layout: str) -> dict[str, tuple]:
-    """Key -> (path in ``Weights``, index, shape) of everything trained but the head."""
+def _table(design: Design, layout: str) -> dict[str, Place]:
+    """Key -> place in ``Weights`` of everything trained but fc, its norm and the head."""
     config, wide = design.config, design.first is eagle.eagle3
     width = config.hidden
-    table: dict[str, tuple] = {}
+    table: dict[str, Place] = {}
     for i in range(config.layers):
         prefix = f"layers.{i}."
         if wide and i == 0 and layout == OFFICIAL:
             prefix = "midlayer."
-        for name, stem in names.stems(config).items():
-            shape, path = stem.shape, ("layers", i, stem.field)
-            if i == 0 and name == "input_layernorm":
+        for name, place in names.of_layer(config, i).items():
+            if i == 0 and name == "input_layernorm.weight":
                 continue  # EAGLE-1 has none, EAGLE-3's norms the embedding
-            if i == 0 and wide and stem.field == "qkv":
-                shape = (shape[0], 2 * width)
-            table[f"{prefix}{name}.weight"] = (path, stem.index, shape)
-            if stem.bias:
-                path = ("layers", i, f"{stem.field}_bias")
-                table[f"{prefix}{name}.bias"] = (path, stem.index, shape[:1])
+            if i == 0 and wide and place.path[-1] == "qkv":
+                shape, array = (
+                    (*x[:-1], 2 * width) for x in (place.shape, place.array)
+                )
+                place = place._replace(shape=shape, array=array)
+            table[f"{prefix}{name}"] = place
         if wide and i == 0:
-            table[f"{prefix}input_layernorm.weight"] = (("embed_norm",), (), (width,))
-            table[f"{prefix}hidden_norm.weight"] = (("hidden_norm",), (), (width,))
+            for name, field in _FIRST_NORMS.items():
+                table[f"{prefix}{name}.weight"] = names.whole((field,), (width,))
     if wide:
-        table["norm.weight"] = (("final_norm",), (), (width,))
+        table["norm.weight"] = names.whole(("final_norm",), (width,))
     return table
+
+
+_FIRST_NORMS = {"input_layernorm": "embed_norm", "hidden_norm": "hidden_norm"}
 
 
 def _shapes(design: Design, layout: str, found: dict, target: Model):
     """Key -> shape of every tensor of the folder, and the keys that may be missing."""
     config, vocab = design.config, target.config.vocab_size
     width, tapped = config.hidden, target.config.hidden
-    shapes = {key: shape for key, (_, _, shape) in _table(design, layout).items()}
+    shapes = {key: place.shape for key, place in _table(design, layout).items()}
     shapes["embed_tokens.weight"] = (vocab, width)
     optional = {"embed_tokens.weight"}
     if design.first is eagle.eagle1:
@@ -246,25 +243,9 @@ def _weights(
 ) -> Weights:
     dtype, config = target.dtype, design.config
     wide = design.first is eagle.eagle3
-    rows = (config.kv_heads, config.heads // config.kv_heads + 2, config.head_dim)
-    layers: list[dict[str, Any]] = [{"attn_norm": None} for _ in range(config.layers)]
-    top: dict[str, Any] = {}
-    host: dict[tuple, np.ndarray] = {}
-    for key, (path, index, shape) in _table(design, layout).items():
-        if path not in host:
-            inner = shape[-1]
-            fused = {
-                "qkv": (*rows, inner),
-                "qkv_bias": rows,
-                "gate_up": (2, config.intermediate, inner),
-                "gate_up_bias": (2, config.intermediate),
-            }
-            host[path] = np.empty(fused.get(path[-1], shape), np.float32)
-        view = host[path][index]
-        host[path][index] = kept[key].reshape(view.shape)
-    for path, array in host.items():
-        place = top if len(path) == 1 else layers[path[1]]
-        place[path[-1]] = jnp.asarray(array, dtype)
+    top = names.nested(tensors.fused(_table(design, layout), kept, dtype))
+    layers = top.pop("layers")
+    layers[0]["attn_norm"] = None
 
     def optional(key: str):
         return jnp.asarray(kept[key], dtype) if key in kept else None
@@ -282,7 +263,7 @@ def _weights(
     head = optional("lm_head.weight") if wide else None
     return Weights(
         embed=target.params.embed if embed is None else embed,
-        layers=tuple(Layer(**fields) for fields in layers),
+        layers=tuple(names.layer_of(config, layers[i]) for i in sorted(layers)),
         head=target_head(target, ids) if head is None else head,
         fc=optional("fc.weight"),
         fc_bias=optional("fc.bias"),
@@ -296,12 +277,6 @@ def target_head(target: Model, ids: np.ndarray | None = None):
     """The target's head ``[V, M]``, or its rows ``ids``."""
     head = target.params.embed if target.params.head is None else target.params.head
     return head if ids is None else head[jnp.asarray(ids)]
-
-
-def _lookup(weights: Weights, path: tuple):
-    if len(path) == 1:
-        return getattr(weights, path[0])
-    return getattr(weights.layers[path[1]], path[2])
 
 
 def _check_target(folder: Path, design: Design, target: Model, found: dict) -> None:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
-from jspec.models import tensorfile
+from jspec.models import names, tensorfile
+from jspec.models.names import Place
 
 _IGNORED_END = ("rotary_emb.inv_freq",)
 
@@ -102,6 +103,34 @@ def take(
     return {name: tensors[name] for name in shapes if name in tensors}
 
 
+def fused(table: dict[str, Place], kept: dict[str, np.ndarray], dtype) -> dict:
+    """The arrays that ``table`` puts the tensors ``kept`` into, by path, on the device.
+
+    What ``names.FLOAT32`` lists stays float32.
+    """
+    host: dict[names.Path, np.ndarray] = {}
+    for key, place in table.items():
+        if place.path not in host:
+            host[place.path] = np.empty(place.array, np.float32)
+        view = host[place.path][place.index]
+        host[place.path][place.index] = kept[key].reshape(view.shape)
+
+    def on_device(path: names.Path, array: np.ndarray) -> jnp.ndarray:
+        wide = path[-1] in names.FLOAT32
+        return jnp.asarray(array, jnp.float32 if wide else dtype)
+
+    return {path: on_device(path, array) for path, array in host.items()}
+
+
+def parts(table: dict[str, Place], weights) -> dict[str, np.ndarray]:
+    """The tensors of ``table`` out of the arrays of ``weights``."""
+    arrays = {p.path: np.asarray(names.lookup(weights, p.path)) for p in table.values()}
+    return {
+        key: arrays[place.path][place.index].reshape(place.shape)
+        for key, place in table.items()
+    }
+
+
 def draft_ids(
     folder: Path, d2t: np.ndarray, t2d: np.ndarray | None, vocab_size: int
 ) -> np.ndarray:
@@ -142,8 +171,3 @@ def write(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
     specs = {name: (t.shape, t.dtype) for name, t in tensors.items()}
     tensorfile.write(folder / "model.safetensors", specs, lambda name: tensors[name])
     return folder
-
-
-def on_device(array: np.ndarray, dtype) -> jnp.ndarray:
-    """A weight on the default device."""
-    return jnp.asarray(array, dtype)
