@@ -5,8 +5,8 @@ the logits, and ``append`` stores the rows of the accepted path. Rejected rows w
 stored, so rolling back is simply the slice that is kept.
 
 Layout (private to this file, the attention kernels and the models that call them): per
-layer, keys ``[B, K, D, S]`` and values ``[B, K, S, D]``; with latent attention one array
-``[B, 1, S, R]`` that is both. Layers are a tuple, not an axis: slicing one layer out of
+layer, keys ``[B, K, D, S]`` and values ``[B, K, S, D]``, or one array ``[B, 1, S, R]`` of
+latents that are both. Layers are a tuple, not an axis: slicing one layer out of
 a stacked array copies it.
 """
 

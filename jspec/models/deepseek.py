@@ -27,10 +27,10 @@ from jspec import tree
 from jspec.cache import LatentCache
 from jspec.models import moe, rope
 from jspec.models.config import Config, Latent
+from jspec.models.latent import latent_attention
 from jspec.models.linear import Rows, linear
 from jspec.models.mlp import Mlp
 from jspec.models.transformer import Weights, mlp, readout, rms_norm
-from jspec.pallas import block_attention
 from jspec.types import Array, Block, Scores, Target
 
 # transformers leaves the norms of latents at the default of its class, whatever the
@@ -150,7 +150,7 @@ def attend(
     Args:
       layer: its weights.  h: ``[B, N, M]`` normalised input.
       cached: latents ``[B, 1, S, R + Dr]`` and ``length [B]``.
-      mask: as in ``block_attention``.  turn: from ``rope.turns``.
+      mask: as in ``latent_attention``.  turn: from ``rope.turns``.
       config: static.
 
     Returns:
@@ -166,16 +166,9 @@ def attend(
     absorbed = jnp.einsum("bnhd,hdr->bnhr", plain, key_up)
     q = jnp.concatenate([absorbed, _rotate(turned, turn, sizes)], -1)
     c = _own_latents(config, layer, h, turn).astype(stored.dtype)
-    mixed = block_attention(
-        q,
-        stored.swapaxes(2, 3),
-        stored,  # whole: cutting the key's rotated part off would copy the cache
-        length,
-        c,
-        c,
-        mask,
-        scale=config.query_scale,
-    ).astype(h.dtype)
+    scale = config.query_scale
+    mixed = latent_attention(q, stored, length, c, mask, scale=scale).astype(h.dtype)
+    # The rotated part was mixed too: leaving it out would have copied the cache.
     values = jnp.einsum("bnhr,hvr->bnhv", mixed[..., : sizes.rank], value_up)
     a = linear(values.reshape(*h.shape[:2], -1), layer.out, layer.out_bias)
     return a, c

@@ -123,7 +123,7 @@ def config_from_hf(hf: dict) -> Config:
         final_softcap=hf.get("final_logit_softcapping") if gemma else None,
         experts=hf_experts.experts_from_hf(hf),
         latent=latent,
-        mtp_layers=int(hf.get("num_nextn_predict_layers") or 0) if latent else 0,
+        mtp_layers=hf_experts.mtp_layers(hf),
         max_position=need(hf, "max_position_embeddings"),
         eos_ids=_ids(hf.get("eos_token_id")),
         bos_id=next(iter(_ids(hf.get("bos_token_id"))), None),

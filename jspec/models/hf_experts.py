@@ -71,7 +71,7 @@ def experts_from_hf(hf: dict) -> Experts | None:
             raise unsupported(key, hf[key], list(supported))
     if family == "qwen3_moe":
         return Experts(
-            count=need(hf, "num_experts", "num_local_experts"),
+            count=_at_least_one(hf, "num_experts", "num_local_experts"),
             per_token=need(hf, "num_experts_per_tok"),
             intermediate=need(hf, "moe_intermediate_size"),
             normalise=bool(hf["norm_topk_prob"]),
@@ -90,7 +90,7 @@ def experts_from_hf(hf: dict) -> Experts | None:
         groups=need(hf, "n_group") if grouped else 1,
         groups_kept=need(hf, "topk_group") if grouped else 1,
         corrected=v3,
-        shared=need(hf, "n_shared_experts"),
+        shared=_at_least_one(hf, "n_shared_experts"),
         dense_layers=tuple(layers[: need(hf, "first_k_dense_replace")]),
     )
 
@@ -118,6 +118,13 @@ def latent_from_hf(hf: dict) -> Latent | None:
         interleave=bool(hf.get("rope_interleave", True)),
         mscale_all_dim=float(rope.get("mscale_all_dim") or 0),
     )
+
+
+def mtp_layers(hf: dict) -> int:
+    """Layers for multi-token prediction behind the others; DeepSeek-V3 has them."""
+    if hf["model_type"] != "deepseek_v3":
+        return 0
+    return int(hf.get("num_nextn_predict_layers") or 0)
 
 
 def query_scale(latent: Latent, rope: Rope) -> float:
@@ -188,6 +195,13 @@ def need(hf: dict, *keys: str) -> int:
         if hf.get(key) is not None:
             return int(hf[key])
     raise ValueError(f"config lacks the key {keys[0]}")
+
+
+def _at_least_one(hf: dict, *keys: str) -> int:
+    count = need(hf, *keys)
+    if count < 1:
+        raise unsupported(keys[0], count, "at least 1")
+    return count
 
 
 def _dense_qwen(hf: dict) -> tuple[int, ...]:
