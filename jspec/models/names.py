@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from jspec.models import deepseek, transformer
 from jspec.models.config import Config, Experts
 from jspec.models.deepseek import latent
+from jspec.models.hf_families import GATED
 from jspec.models.mlp import Mlp
 from jspec.models.moe import Moe
 from jspec.models.transformer import Weights
@@ -94,6 +95,16 @@ def of_layer(config: Config, layer: int) -> dict[str, Place]:
     return out
 
 
+def modules(config: Config) -> tuple[str, ...]:
+    """What the names of multi-token-prediction tensors in a checkpoint begin with."""
+    if config.family in GATED:
+        return ("mtp.",)
+    if config.family == "mimo":
+        return ("model.mtp_layers.",)
+    behind = range(config.layers, config.layers + config.mtp_layers)
+    return tuple(f"model.layers.{i}." for i in behind)
+
+
 def arrays(config: Config) -> dict[Path, Shape]:
     """Shape of every array of ``Weights``."""
     return {p.path: p.array for p in places(config).values()}
@@ -152,18 +163,18 @@ def stems(config: Config, layer: int) -> dict[str, Stem]:
 
 def _attention(config: Config) -> dict[str, Stem]:
     hidden, dim, kv_heads = config.hidden, config.head_dim, config.kv_heads
-    group = config.heads // kv_heads
+    group = config.heads // kv_heads * (2 if config.gated else 1)
     fused = (kv_heads, group + 2, dim, hidden)
     every = slice(None)
     q, k, v = (every, slice(group)), (every, group), (every, group + 1)
-    q_rows, kv_rows = config.heads * dim, kv_heads * dim
+    q_rows, kv_rows, width = kv_heads * group * dim, kv_heads * dim, config.heads * dim
     bias = config.qkv_bias
     out = {
         "self_attn.q_proj.weight": Stem("qkv", q, (q_rows, hidden), fused, bias),
         "self_attn.k_proj.weight": Stem("qkv", k, (kv_rows, hidden), fused, bias),
         "self_attn.v_proj.weight": Stem("qkv", v, (kv_rows, hidden), fused, bias),
         "self_attn.o_proj.weight": Stem(
-            "out", (), (hidden, q_rows), bias=config.out_bias
+            "out", (), (hidden, width), bias=config.out_bias
         ),
     }
     if config.qk_norm:
@@ -225,7 +236,11 @@ def _experts(experts: Experts, hidden: int) -> dict[str, Stem]:
         }
     if experts.shared:
         shared = experts.shared * wide
-        table |= _dense("mlp.shared_experts", "mlp.shared", shared, hidden)
+        name = "mlp.shared_expert" if experts.shared_gate else "mlp.shared_experts"
+        table |= _dense(name, "mlp.shared", shared, hidden)
+    if experts.shared_gate:
+        name = "mlp.shared_expert_gate.weight"
+        table[name] = Stem("mlp.shared_gate", (), (1, hidden))
     return table
 
 
