@@ -10,6 +10,7 @@ import numpy as np
 from safetensors import safe_open
 
 from jspec.models import names, tensorfile
+from jspec.models.load import weight_files
 from jspec.models.names import Place
 
 _IGNORED_END = ("rotary_emb.inv_freq",)
@@ -30,21 +31,20 @@ def read_config(folder: Path) -> dict:
         raise ValueError(f"{file} is not valid JSON ({error})") from error
 
 
-def read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    """All tensors of ``model.safetensors``, or of ``pytorch_model.bin`` if torch is there.
+def read_tensors(folder: Path, start: tuple[str, ...] = ("",)) -> dict:
+    """The tensors of a folder whose names begin with one of ``start``.
 
-    Floats come as float32, the rest as stored. Heads are small: they are read whole.
+    They lie in safetensors, or in ``pytorch_model.bin`` if torch is there. Floats come as
+    float32, the rest as stored. Heads are small: they are read whole.
 
     Raises:
       FileNotFoundError: neither file is there.
       ValueError: a damaged file, or a ``.bin`` without torch to read it.
     """
-    file = folder / "model.safetensors"
-    if file.is_file():
-        return _safetensors(file)
     pickled = folder / "pytorch_model.bin"
-    if not pickled.is_file():
-        raise FileNotFoundError(f"there is no model.safetensors in {folder}")
+    if (folder / "model.safetensors").is_file() or not pickled.is_file():
+        files = weight_files(folder)
+        return {k: x for file in files for k, x in _safetensors(file, start).items()}
     try:
         import torch
     except ImportError as error:
@@ -56,13 +56,16 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     return {
         name: (t.float() if t.is_floating_point() else t).numpy()
         for name, t in state.items()
+        if name.startswith(start)
     }
 
 
-def _safetensors(file: Path) -> dict[str, np.ndarray]:
+def _safetensors(file: Path, start: tuple[str, ...]) -> dict[str, np.ndarray]:
     found = {}
     for name, stored in tensorfile.index(file).items():
-        if stored.dtype in tensorfile.DTYPES:
+        if not name.startswith(start):
+            continue
+        if stored.dtype.startswith(("F", "BF")):
             found[name] = np.empty(stored.shape, np.float32)
             tensorfile.read(name, stored, found[name])
         else:  # id maps
