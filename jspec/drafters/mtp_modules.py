@@ -142,11 +142,14 @@ def _extend(design: Design, params, state: State, at: _At, token: Array, row: Ar
     reach = jnp.take_along_axis(at.reach, row[..., None], axis=1)
     reach = jnp.pad(reach, ((0, 0), (0, 0), (0, count))) | own
     depth = jnp.full((batch, count), level)
-    pair = state.pairs[:, None] + jnp.asarray(levels)
+    pairs = state.pairs[:, None]
     outs, rows = [], []
     for m, weights in enumerate(params):
-        history = m or len(params)  # module 0 goes on where the last one ended
-        seen = reach & ((pair >= history)[:, None] | own)
+        # A row goes back to module 0 and, while that has no feature, round again. After
+        # a prompt of few tokens there are rows that end before the text begins.
+        back = pairs + jnp.asarray(levels) - m
+        begins = (back >= 0) & (back % len(params) < pairs)
+        seen = reach & (begins[:, None] | own)
         source = jnp.take_along_axis(at.outs[m - 1], row[..., None], axis=1)
         hidden = eagle.feed(design, params[m - 1], source)
         before, cache = at.rows[m], state.caches[m]
