@@ -1,7 +1,6 @@
 """Who drafts. One file per family; each gives a ``Drafter`` of four fields."""
 
-from jspec.drafters import growth
-from jspec.drafters.eagle import eagle
+from jspec.drafters import eagle, growth
 from jspec.drafters.loading import Draft, load_drafter
 from jspec.drafters.ngram import first, first_whole, latest, ngram
 from jspec.drafters.small_model import first_layers, small_model

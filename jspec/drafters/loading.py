@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jspec.drafters import growth
-from jspec.drafters.eagle import eagle
+from jspec.drafters import eagle, growth
 from jspec.drafters.growth import Grower
 from jspec.drafters.ngram import ngram
 from jspec.drafters.published_eagle import is_eagle, load_eagle
@@ -80,7 +79,7 @@ def _load_head(
     head = load_eagle(folder, target)
     if grower is None:
         grower = DYNAMIC if gamma is None else growth.chain(gamma)
-    drafter = eagle(head.design, grower, dtype=target.dtype)
+    drafter = eagle.drafter(head.design, grower, dtype=target.dtype)
     return Draft(drafter, head.weights, folder.name, target.config.vocab_size)
 
 

@@ -74,8 +74,17 @@ def load_eagle(folder: str | Path, target: Model) -> Head:
     return Head(design, _weights(folder, design, layout, kept, target), layout)
 
 
-def save_eagle(head: Head, folder: str | Path, dtype=jnp.bfloat16) -> Path:
-    """Writes a head in its layout, without what belongs to the target.
+def save_eagle(
+    head: Head, folder: str | Path, dtype=jnp.bfloat16, *, embedding: bool = False
+) -> Path:
+    """Writes a head in its layout.
+
+    Args:
+      head: what to write; its ``layout`` may be replaced before.
+      folder: made if it is missing.
+      dtype: of the floats.
+      embedding: write the embedding too. EAGLE's own loader of version 1 wants it; others,
+        jspec among them, take the target's. The speculators layout always has it.
 
     Raises:
       ValueError: a layout that cannot say what the head is.
@@ -89,12 +98,27 @@ def save_eagle(head: Head, folder: str | Path, dtype=jnp.bfloat16) -> Path:
             arrays[key] = np.asarray(array)[index].reshape(shape)
     if design.first is eagle.eagle3:
         arrays["lm_head.weight"] = np.asarray(weights.head)
+    if embedding or head.layout == SPECULATORS:
+        arrays["embed_tokens.weight"] = np.asarray(weights.embed)
+    if weights.fc is not None:
+        arrays["fc.weight"] = np.asarray(weights.fc)
+    if weights.fc_bias is not None:
+        arrays["fc.bias"] = np.asarray(weights.fc_bias)
+    arrays |= _feature_norms(weights.feature_norm)
     arrays = {key: np.asarray(jnp.asarray(a, dtype)) for key, a in arrays.items()}
     vocab_size, ids = weights.embed.shape[0], weights.to_target
     if ids is not None:
         arrays |= tensors.id_maps(np.asarray(ids), vocab_size)
     config = _config(head, vocab_size) | {"torch_dtype": jnp.dtype(dtype).name}
     return tensors.write(Path(folder), config, arrays)
+
+
+def _feature_norms(norm) -> dict[str, np.ndarray]:
+    if norm is None:
+        return {}
+    if norm.ndim == 1:
+        return {"input_norm.weight": np.asarray(norm)}
+    return {f"fc_norm.{i}.weight": np.asarray(part) for i, part in enumerate(norm)}
 
 
 # --- configs ----------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def padded(vocab_size):
 
 def eagle_draft(head, grower):
     """A head that begins as the target's last layer, and so is sometimes right."""
-    return jspec.Draft(eagle.eagle(head.design, grower), head.weights, "eagle", VOCAB)
+    return jspec.Draft(eagle.drafter(head.design, grower), head.weights, "eagle", VOCAB)
 
 
 def eagle3_head():
