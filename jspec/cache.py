@@ -4,9 +4,10 @@ A forward only ever reads the cache. It returns the keys and values of its block
 the logits, and ``append`` stores the rows of the accepted path. Rejected rows were never
 stored, so rolling back is simply the slice that is kept.
 
-Layout (private to this file and the attention kernels): per layer, keys ``[B, K, D, S]``
-and values ``[B, K, S, D]``. Layers are a tuple, not an axis: slicing one layer out of a
-stacked array copies it.
+Layout (private to this file, the attention kernels and the models that call them): per
+layer, keys ``[B, K, D, S]`` and values ``[B, K, S, D]``, or one array ``[B, 1, S, R]`` of
+latents that are both. Layers are a tuple, not an axis: slicing one layer out of
+a stacked array copies it.
 """
 
 from __future__ import annotations
@@ -90,6 +91,50 @@ def init(
         v=tuple(
             jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(layers)
         ),
+        length=jnp.zeros(batch, jnp.int32),
+    )
+
+
+@struct.dataclass
+class LatentCache:
+    """The latents of the committed tokens but the pending one; stands in for a KVCache.
+
+    Attributes:
+      latent: per layer ``[B, 1, S, R]``, one vector a token for all heads.
+      length: ``[B]`` int32; slots at ``>= length`` mean nothing.
+    """
+
+    latent: tuple[Array, ...]
+    length: Array
+
+    @property
+    def slots(self) -> int:
+        return self.latent[0].shape[2]
+
+    def append(self, kv: tuple[Array, ...], path: Array, count: Array) -> LatentCache:
+        """As ``KVCache.append``; ``kv`` holds one ``[B, N, 1, R]`` array per layer."""
+        node = jnp.maximum(path, 0)
+        latent = tuple(
+            _put(c, b, node, self.length, 2)
+            for c, b in zip(self.latent, kv, strict=True)
+        )
+        return dataclasses.replace(self, latent=latent, length=self.length + count)
+
+    def crop(self, slots: int) -> LatentCache:
+        """The same cache with fewer slots; ``length`` must fit."""
+        return dataclasses.replace(
+            self, latent=tuple(c[:, :, :slots] for c in self.latent)
+        )
+
+    def rewind(self, length: Array) -> LatentCache:
+        """The cache of the first ``length [B]`` tokens (at most the present length)."""
+        return dataclasses.replace(self, length=length)
+
+
+def init_latent(layers: int, batch: int, dim: int, slots: int, dtype) -> LatentCache:
+    """An empty cache of vectors of size ``dim``; ``slots`` as in ``init``."""
+    return LatentCache(
+        latent=tuple(jnp.zeros((batch, 1, slots, dim), dtype) for _ in range(layers)),
         length=jnp.zeros(batch, jnp.int32),
     )
 

@@ -88,7 +88,17 @@ class ModelCost:
     def from_config(
         cls, config: Any, *, bytes_per_weight: float = 2, bytes_per_cache: float = 2
     ) -> ModelCost:
-        """From a config with ``vocab_size``, ``tie_embeddings`` and the names above."""
+        """From a config with ``vocab_size``, ``tie_embeddings`` and the names above.
+
+        Raises:
+          ValueError: the config has experts or latent attention.
+        """
+        for name in ("experts", "latent"):
+            if getattr(config, name, None) is not None:
+                raise ValueError(
+                    f"the config has {name} = {getattr(config, name)}; ModelCost covers "
+                    "dense models with grouped-query attention"
+                )
         return cls(
             **{name: getattr(config, name) for name in _SIZES},
             vocab=config.vocab_size,

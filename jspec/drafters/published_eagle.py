@@ -18,6 +18,8 @@ from jspec.drafters.eagle import Design, Weights
 from jspec.models import Model, names
 from jspec.models.config import Config
 from jspec.models.hf import config_from_hf, config_to_hf
+from jspec.models.mlp import Mlp
+from jspec.models.names import Place
 from jspec.models.transformer import Layer
 
 OFFICIAL, SPECULATORS = "official", "speculators"
@@ -92,10 +94,9 @@ def save_eagle(
     design, weights = head.design, head.weights
     table = _table(design, head.layout)
     arrays = {}
-    for key, (path, index, shape) in table.items():
-        array = _lookup(weights, path)
-        if array is not None:
-            arrays[key] = np.asarray(array)[index].reshape(shape)
+    for key, place in table.items():
+        array = np.asarray(names.lookup(weights, place.path))
+        arrays[key] = array[place.index].reshape(place.shape)
     if design.first is eagle.eagle3:
         arrays["lm_head.weight"] = np.asarray(weights.head)
     if embedding or head.layout == SPECULATORS:
@@ -212,38 +213,44 @@ def _speculators_config(head: Head, layers: dict, draft_size: int) -> dict:
 # --- tensors ----------------------------------------------------------------------------
 
 
-def _table(design: Design, layout: str) -> dict[str, tuple]:
-    """Key -> (path in ``Weights``, index, shape) of everything trained but the head."""
+def _table(design: Design, layout: str) -> dict[str, Place]:
+    """Key -> place in ``Weights`` of everything in the layers, and the last norm."""
     config, wide = design.config, design.first is eagle.eagle3
-    width = config.hidden
-    table: dict[str, tuple] = {}
+    width = (config.hidden,)
+    table: dict[str, Place] = {}
     for i in range(config.layers):
-        prefix = f"layers.{i}."
-        if wide and i == 0 and layout == OFFICIAL:
-            prefix = "midlayer."
-        for name, stem in names.stems(config).items():
-            shape, path = stem.shape, ("layers", i, stem.field)
-            if i == 0 and name == "input_layernorm":
+        first = wide and i == 0
+        prefix = "midlayer." if first and layout == OFFICIAL else f"layers.{i}."
+        for key, place in names.layer_places(config, i).items():
+            if i == 0 and key == "input_layernorm.weight":
                 continue  # EAGLE-1 has none, EAGLE-3's norms the embedding
-            if i == 0 and wide and stem.field == "qkv":
-                shape = (shape[0], 2 * width)
-            table[f"{prefix}{name}.weight"] = (path, stem.index, shape)
-            if stem.bias:
-                path = ("layers", i, f"{stem.field}_bias")
-                table[f"{prefix}{name}.bias"] = (path, stem.index, shape[:1])
-        if wide and i == 0:
-            table[f"{prefix}input_layernorm.weight"] = (("embed_norm",), (), (width,))
-            table[f"{prefix}hidden_norm.weight"] = (("hidden_norm",), (), (width,))
+            if first and key.endswith(
+                ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+            ):
+                place = place._replace(
+                    shape=(place.shape[0], 2 * config.hidden),
+                    array=(*place.array[:-1], 2 * config.hidden),
+                )
+            table[prefix + key] = place
+        if first:
+            for key, field in _FIRST_NORMS.items():
+                table[prefix + key] = Place((field,), (), width, width)
     if wide:
-        table["norm.weight"] = (("final_norm",), (), (width,))
+        table["norm.weight"] = Place(("final_norm",), (), width, width)
     return table
+
+
+_FIRST_NORMS = {
+    "input_layernorm.weight": "embed_norm",
+    "hidden_norm.weight": "hidden_norm",
+}
 
 
 def _shapes(design: Design, layout: str, found: dict, target: Model):
     """Key -> shape of every tensor of the folder, and the keys that may be missing."""
     config, vocab = design.config, target.config.vocab_size
     width, tapped = config.hidden, target.config.hidden
-    shapes = {key: shape for key, (_, _, shape) in _table(design, layout).items()}
+    shapes = {key: place.shape for key, place in _table(design, layout).items()}
     shapes["embed_tokens.weight"] = (vocab, width)
     optional = {"embed_tokens.weight"}
     if design.first is eagle.eagle1:
@@ -268,27 +275,20 @@ def _shapes(design: Design, layout: str, found: dict, target: Model):
 def _weights(
     folder: Path, design: Design, layout: str, kept: dict, target: Model
 ) -> Weights:
-    dtype, config = target.dtype, design.config
+    dtype = target.dtype
     wide = design.first is eagle.eagle3
-    rows = (config.kv_heads, config.heads // config.kv_heads + 2, config.head_dim)
-    layers: list[dict[str, Any]] = [{"attn_norm": None} for _ in range(config.layers)]
-    top: dict[str, Any] = {}
-    host: dict[tuple, np.ndarray] = {}
-    for key, (path, index, shape) in _table(design, layout).items():
-        if path not in host:
-            inner = shape[-1]
-            fused = {
-                "qkv": (*rows, inner),
-                "qkv_bias": rows,
-                "gate_up": (2, config.intermediate, inner),
-                "gate_up_bias": (2, config.intermediate),
-            }
-            host[path] = np.empty(fused.get(path[-1], shape), np.float32)
-        view = host[path][index]
-        host[path][index] = kept[key].reshape(view.shape)
+    host: dict[names.Path, np.ndarray] = {}
+    for key, place in _table(design, layout).items():
+        array = host.setdefault(place.path, np.empty(place.array, np.float32))
+        array[place.index] = kept[key].reshape(array[place.index].shape)
+    top = {p[0]: jnp.asarray(a, dtype) for p, a in host.items() if len(p) == 1}
+    layers: list[dict[str, Any]] = [{} for _ in range(design.config.layers)]
     for path, array in host.items():
-        place = top if len(path) == 1 else layers[path[1]]
-        place[path[-1]] = jnp.asarray(array, dtype)
+        if len(path) > 1:
+            fields = layers[path[1]]
+            for step in path[2:-1]:
+                fields = fields.setdefault(step, {})
+            fields[path[-1]] = jnp.asarray(array, dtype)
 
     def optional(key: str):
         return jnp.asarray(kept[key], dtype) if key in kept else None
@@ -306,7 +306,10 @@ def _weights(
     head = optional("lm_head.weight") if wide else None
     return Weights(
         embed=target.params.embed if embed is None else embed,
-        layers=tuple(Layer(**fields) for fields in layers),
+        layers=tuple(
+            Layer(**({"attn_norm": None} | fields | {"mlp": Mlp(**fields["mlp"])}))
+            for fields in layers
+        ),
         head=target_head(target, ids) if head is None else head,
         fc=optional("fc.weight"),
         fc_bias=optional("fc.bias"),
@@ -320,12 +323,6 @@ def target_head(target: Model, ids: np.ndarray | None = None):
     """The target's head ``[V, M]``, or its rows ``ids``."""
     head = target.params.embed if target.params.head is None else target.params.head
     return head if ids is None else head[jnp.asarray(ids)]
-
-
-def _lookup(weights: Weights, path: tuple):
-    if len(path) == 1:
-        return getattr(weights, path[0])
-    return getattr(weights.layers[path[1]], path[2])
 
 
 def _check_target(folder: Path, design: Design, target: Model, found: dict) -> None:

@@ -110,15 +110,11 @@ def first_layers(model: Model, count: int) -> Model:
             f"{count} layers of {model.name}, which has {config.layers}; take at least "
             f"1 and at most {config.layers - 1}"
         )
-    cut = dataclasses.replace(
-        config,
-        layers=count,
-        windows=config.windows[:count],
-        ropes=config.ropes[:count],
-    )
     params = dataclasses.replace(model.params, layers=model.params.layers[:count])
     name = f"{model.name}[:{count}]"
-    return dataclasses.replace(model, name=name, target=target(cut), params=params)
+    return dataclasses.replace(
+        model, name=name, target=target(config.first(count)), params=params
+    )
 
 
 def _feed(model: Target, params, cache, token: Array, rows="all"):

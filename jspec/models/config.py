@@ -33,8 +33,86 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """Mixture-of-experts MLPs: a router sends every token to a few of many MLPs.
+
+    Attributes:
+      count: routed experts of a layer, E.
+      per_token: experts a token is sent to.
+      intermediate: width of one expert.
+      score: ``softmax`` or ``sigmoid`` of the router's logits.
+      normalise: the chosen experts' scores are divided by their sum.
+      scale: factor on them after that.
+      groups, groups_kept: experts stand in equal groups, and only those of the best
+        ``groups_kept`` groups can be chosen.
+      corrected: the choice, not the weights, adds a learnt correction to the scores, and
+        a group is as good as its two best experts together (DeepSeek-V3). If not, a
+        group is as good as its best expert (DeepSeek-V2).
+      shared: experts that every token is sent to, stored as one MLP.
+      dense_layers: ids of the layers that have an ordinary MLP instead.
+    """
+
+    count: int
+    per_token: int
+    intermediate: int
+    score: str = "softmax"
+    normalise: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_kept: int = 1
+    corrected: bool = False
+    shared: int = 0
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.groups < 1 or self.count % self.groups:
+            raise ValueError(
+                f"{self.count} experts do not stand in {self.groups} equal groups"
+            )
+        if not 1 <= self.groups_kept <= self.groups:
+            raise ValueError(f"{self.groups_kept} of {self.groups} groups of experts")
+        size = self.count // self.groups
+        if self.corrected and size < 2:
+            raise ValueError(
+                f"{self.groups} groups of {size} expert; a group needs two to be ranked"
+            )
+        if not 1 <= self.per_token <= self.groups_kept * size:
+            raise ValueError(
+                f"{self.per_token} experts a token, but {self.groups_kept} groups hold "
+                f"{self.groups_kept * size}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: one small vector a token instead of keys and values.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+
+    Attributes:
+      rank: size of the vector that all heads' keys and values are made from.
+      query_rank: size of the vector that queries are made from; None when they are made
+        from the hidden state.
+      plain_dim, rope_dim: the parts of a query or key head without rotation and with it;
+        the rotated part of the key is shared by all heads.
+      value_dim: size of a value head.
+      interleave: rotary pairs are ``(x_2i, x_2i+1)``, not ``(x_i, x_i+D/2)``.
+      mscale_all_dim: YaRN's factor on the scores is ``0.1 mscale_all_dim ln(factor) + 1``,
+        squared; 0 for none. ``Config.query_scale`` contains it.
+    """
+
+    rank: int
+    query_rank: int | None
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+    interleave: bool = True
+    mscale_all_dim: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
-    """A Llama, SmolLM2, Mistral, Qwen2, Qwen3 or Gemma 3 text model.
+    """A Llama, SmolLM2, Mistral, Qwen2, Qwen3, Gemma 3 or DeepSeek text model.
 
     Attributes:
       family: transformers' ``model_type``.
@@ -51,6 +129,10 @@ class Config:
       windows: per layer, sliding window in tokens or None.
       ropes: per layer.
       attn_softcap, final_softcap: ``c * tanh(x / c)`` on scores and logits, or None.
+      experts: which layers have experts and how they are chosen, or None.
+      latent: sizes of latent attention, or None; then ``head_dim`` is that of a query.
+      mtp_layers: layers for multi-token prediction that a checkpoint stores behind the
+        others. They are no part of the target.
       max_position: longest context the model was made for, in tokens.
       eos_ids, bos_id: special ids (bos None when the model has none).
     """
@@ -78,6 +160,9 @@ class Config:
     ropes: tuple[Rope, ...] = ()
     attn_softcap: float | None = None
     final_softcap: float | None = None
+    experts: Experts | None = None
+    latent: Latent | None = None
+    mtp_layers: int = 0
     max_position: int = 2048
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
@@ -93,3 +178,21 @@ class Config:
                     f"{name} has {len(getattr(self, name))} entries for "
                     f"{self.layers} layers"
                 )
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer ``layer`` (0-based) has experts instead of an ordinary MLP."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    def first(self, count: int) -> Config:
+        """The config of the first ``count`` layers under the same norm and head."""
+        experts = self.experts
+        if experts is not None:
+            dense = tuple(i for i in experts.dense_layers if i < count)
+            experts = dataclasses.replace(experts, dense_layers=dense)
+        return dataclasses.replace(
+            self,
+            layers=count,
+            windows=self.windows[:count],
+            ropes=self.ropes[:count],
+            experts=experts,
+        )

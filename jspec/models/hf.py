@@ -7,11 +7,13 @@ key that asks for something else is an error, never a default.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
+from jspec.models import hf_experts
 from jspec.models.config import Config
+from jspec.models.hf_experts import DEEPSEEK, need
 from jspec.models.hf_rope import rope_to_hf, ropes_from_hf, unsupported
+from jspec.models.hf_windows import kind, layer_kinds, windows
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
 
@@ -39,31 +41,35 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "eos_token_id": 1,
         "bos_token_id": 2,
     },
+    **hf_experts.DEFAULTS,
 }
 
 # Keys whose presence (not None, False, 0 or empty) changes what the model computes.
 _UNSUPPORTED = {
     "quantization_config": "unquantised weights only",
     "auto_map": "no remote code",
-    "num_local_experts": "dense MLPs only",
-    "num_experts": "dense MLPs only",
-    "n_routed_experts": "dense MLPs only",
-    "moe_intermediate_size": "dense MLPs only",
-    "num_experts_per_tok": "dense MLPs only",
     "use_bidirectional_attention": "causal attention only",
-    "kv_lora_rank": "grouped-query attention only",
     "pruned_heads": "whole layers only",
     "add_cross_attention": "decoder-only models",
     "is_encoder_decoder": "decoder-only models",
     "per_layer_config": "equal layers only",
 }
+# The same, but for the families that have them.
+_EXPERTS = (
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+)
+_LATENT = ("kv_lora_rank",)
 
 
 def config_from_hf(hf: dict) -> Config:
     """A transformers config dict (``config.json``) as a ``Config``.
 
-    Model types: llama, mistral, qwen2, qwen3, gemma3_text, and gemma3 (its
-    ``text_config``). Both rope layouts are read: ``rope_parameters`` (transformers 5)
+    Model types: llama, mistral, qwen2, qwen3, qwen3_moe, deepseek_v2, deepseek_v3,
+    gemma3_text, and gemma3 (its ``text_config``). Both rope layouts are read: ``rope_parameters`` (transformers 5)
     and ``rope_theta`` with ``rope_scaling`` (4).
 
     Raises:
@@ -78,23 +84,28 @@ def config_from_hf(hf: dict) -> Config:
     if family not in _DEFAULTS:
         raise unsupported("model_type", family, [*_DEFAULTS, "gemma3"])
     hf = _DEFAULTS[family] | hf
-    heads = _need(hf, "num_attention_heads")
-    hidden = _need(hf, "hidden_size")
-    layers = _need(hf, "num_hidden_layers")
+    heads = need(hf, "num_attention_heads")
+    hidden = need(hf, "hidden_size")
+    layers = need(hf, "num_hidden_layers")
+    latent = hf_experts.latent_from_hf(hf)
     head_dim = hf.get("head_dim") or hidden // heads
+    if latent is not None:
+        head_dim = latent.plain_dim + latent.rope_dim
     bias = bool(hf.get("attention_bias"))
     gemma = family == "gemma3_text"
-    kinds = _layer_kinds(hf, family, layers)
+    kinds = layer_kinds(hf, family, layers)
     scalar = float(hf["query_pre_attn_scalar"]) if gemma else head_dim
+    ropes = ropes_from_hf(hf, kinds)
+    scale = hf_experts.query_scale(latent, ropes[0]) if latent else scalar**-0.5
     return Config(
         family=family,
-        vocab_size=_need(hf, "vocab_size"),
+        vocab_size=need(hf, "vocab_size"),
         hidden=hidden,
         layers=layers,
         heads=heads,
         kv_heads=hf.get("num_key_value_heads") or heads,
         head_dim=head_dim,
-        intermediate=_need(hf, "intermediate_size"),
+        intermediate=need(hf, "intermediate_size"),
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
         zero_centred=gemma,
         activation=_activation(hf),
@@ -102,15 +113,18 @@ def config_from_hf(hf: dict) -> Config:
         qkv_bias=family == "qwen2" or (bias and family != "mistral"),
         out_bias=bias and family not in ("qwen2", "mistral"),
         mlp_bias=bool(hf.get("mlp_bias")) and family == "llama",
-        qk_norm=family in ("qwen3", "gemma3_text"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         sandwich_norm=gemma,
         embed_scale=hidden**0.5 if gemma else 1.0,
-        query_scale=scalar**-0.5,
-        windows=_windows(hf, kinds),
-        ropes=ropes_from_hf(hf, kinds),
+        query_scale=scale,
+        windows=windows(hf, kinds),
+        ropes=ropes,
         attn_softcap=hf.get("attn_logit_softcapping") if gemma else None,
         final_softcap=hf.get("final_logit_softcapping") if gemma else None,
-        max_position=_need(hf, "max_position_embeddings"),
+        experts=hf_experts.experts_from_hf(hf),
+        latent=latent,
+        mtp_layers=hf_experts.mtp_layers(hf),
+        max_position=need(hf, "max_position_embeddings"),
         eos_ids=_ids(hf.get("eos_token_id")),
         bos_id=next(iter(_ids(hf.get("bos_token_id"))), None),
     )
@@ -123,7 +137,7 @@ def config_to_hf(config: Config) -> dict:
       ValueError: the config holds something its family cannot say in transformers.
     """
     gemma = config.family == "gemma3_text"
-    ropes = {_kind(w): r for w, r in zip(config.windows, config.ropes, strict=True)}
+    ropes = {kind(w): r for w, r in zip(config.windows, config.ropes, strict=True)}
     hf: dict[str, Any] = {
         "architectures": [_CLASSES[config.family]],
         "model_type": config.family,
@@ -153,12 +167,14 @@ def config_to_hf(config: Config) -> dict:
     else:
         hf["rope_parameters"] = rope_to_hf(config.ropes[0])
     window = next((w for w in config.windows if w is not None), None)
-    if config.family != "llama":
+    if config.family not in ("llama", *DEEPSEEK):
         hf["sliding_window"] = window
-    if config.family in ("qwen2", "qwen3"):
+    if config.family in ("qwen2", "qwen3", "qwen3_moe"):
         hf["use_sliding_window"] = window is not None
     if config.family in ("qwen2", "qwen3", "gemma3_text"):
-        hf["layer_types"] = [_kind(w) for w in config.windows]
+        hf["layer_types"] = [kind(w) for w in config.windows]
+    hf |= hf_experts.experts_to_hf(config)
+    hf |= hf_experts.latent_to_hf(config, hf["rope_parameters"])
     _check_round_trip(config, hf)
     return hf
 
@@ -169,21 +185,31 @@ _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
 
-def _need(hf: dict, key: str) -> int:
-    if hf.get(key) is None:
-        raise ValueError(f"config lacks the key {key}")
-    return int(hf[key])
-
-
 def _refuse(hf: dict) -> None:
-    for key, supported in _UNSUPPORTED.items():
+    family, refused = hf.get("model_type"), dict(_UNSUPPORTED)
+    if family not in hf_experts.FAMILIES:
+        refused |= dict.fromkeys(_EXPERTS, "dense MLPs only")
+    if family not in DEEPSEEK:
+        refused |= dict.fromkeys(_LATENT, "grouped-query attention only")
+    elif _is_deepseek_code(hf.get("auto_map")):
+        del refused["auto_map"]
+    for key, supported in refused.items():
         if hf.get(key):
             raise unsupported(key, hf[key], supported)
     if hf.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise unsupported("partial_rotary_factor", hf["partial_rotary_factor"], "1.0")
+
+
+def _is_deepseek_code(auto_map: Any) -> bool:
+    """Whether a config names the code that transformers' DeepSeek classes replaced."""
+    files = {str(v).split(".")[0] for v in (auto_map or {}).values()}
+    return files <= {"configuration_deepseek", "modeling_deepseek"}
 
 
 def _gemma3_text(hf: dict) -> dict:
@@ -217,52 +243,6 @@ def _one_or_list(ids: tuple[int, ...]) -> Any:
 def _whole(x: float) -> float | int:
     near = round(x)
     return near if math.isclose(x, near, rel_tol=1e-9) else x
-
-
-def _kind(window: int | None) -> str:
-    return "full_attention" if window is None else "sliding_attention"
-
-
-def _layer_kinds(hf: dict, family: str, layers: int) -> list[str]:
-    """Per layer ``full_attention`` or ``sliding_attention``."""
-    slides: Callable[[int], bool] = {
-        "llama": lambda i: False,
-        "mistral": lambda i: hf.get("sliding_window") is not None,
-        "qwen2": lambda i: _qwen_slides(hf, i),
-        "qwen3": lambda i: _qwen_slides(hf, i),
-        "gemma3_text": lambda i: (i + 1) % hf.get("sliding_window_pattern", 6) != 0,
-    }[family]
-    implied = [
-        "sliding_attention" if slides(i) else "full_attention" for i in range(layers)
-    ]
-    kinds = hf.get("layer_types")
-    if kinds is None:
-        return implied
-    if len(kinds) != layers:
-        raise ValueError(f"layer_types has {len(kinds)} entries for {layers} layers")
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise unsupported("layer_types", kind, "full_attention, sliding_attention")
-    if family in ("llama", "mistral") and kinds != implied:
-        raise unsupported("layer_types", kinds, f"{family} has equal layers")
-    return list(kinds)
-
-
-def _qwen_slides(hf: dict, layer: int) -> bool:
-    window = hf.get("use_sliding_window") and hf.get("sliding_window") is not None
-    return bool(window) and layer >= hf.get("max_window_layers", 28)
-
-
-def _windows(hf: dict, kinds: list[str]) -> tuple[int | None, ...]:
-    window = hf.get("sliding_window")
-    if hf["model_type"] in ("qwen2", "qwen3") and not hf.get("use_sliding_window"):
-        window = None
-    if window is None and "sliding_attention" in kinds:
-        raise ValueError(
-            "layer_types has sliding_attention layers but the config gives no window "
-            "(sliding_window, and use_sliding_window for Qwen)"
-        )
-    return tuple(window if k == "sliding_attention" else None for k in kinds)
 
 
 def _check_round_trip(config: Config, hf: dict) -> None:

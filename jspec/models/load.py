@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from jspec.models import aliases, gguf, gguf_meta
+from jspec.models.architecture import target
 from jspec.models.config import Config
 from jspec.models.hf import config_from_hf
-from jspec.models.transformer import Weights, target
+from jspec.models.transformer import Weights
 from jspec.models.weights import Safetensors, build
 from jspec.types import Target
 
@@ -33,7 +34,7 @@ class Model:
     Attributes:
       name: what it was loaded as.
       target: its pure functions.
-      params: its weights, of dtype ``dtype``.
+      params: its weights, of dtype ``dtype`` (routers of experts stay float32).
       tokenizer: a transformers tokenizer, or None when the files hold none.
     """
 

@@ -1,124 +1,232 @@
 """Where each checkpoint tensor lives in ``Weights``: one table, read in both directions.
 
 Checkpoints keep transformers' names and one tensor per projection; ``Weights`` fuses
-the projections that read the same input. A ``Place`` is a view of the fused array.
+the projections that read the same input, and the experts of a layer. A ``Place`` is a
+view of the fused array.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jspec.models.config import Config
-from jspec.models.transformer import Layer, Weights
+from jspec.models import deepseek, transformer
+from jspec.models.config import Config, Experts
+from jspec.models.deepseek import latent
+from jspec.models.mlp import Mlp
+from jspec.models.moe import Moe
+from jspec.models.transformer import Weights
 
-Path = tuple[str, int, str] | tuple[str]
+Path = tuple[str | int, ...]
 
-PRODUCTS = ("qkv", "out", "gate_up", "down")  # fields of a layer, ``[*lead, in]``
+# Fields of a layer that are one product ``[*lead, in]``, and how many axes they have;
+# those of experts have one more.
+PRODUCTS = {"qkv": 4, "out": 2, "gate_up": 3, "down": 2}
+Shape = tuple[int, ...]
+
+# Arrays that are float32 in every model: rounding them would send tokens elsewhere.
+FLOAT32 = ("router", "correction")
 
 
 class Place(NamedTuple):
     """One checkpoint tensor inside one array of ``Weights``.
 
     Attributes:
-      path: ``("embed",)``, ``("final_norm",)``, ``("head",)`` or ``("layers", i, field)``.
+      path: ``("embed",)``, ``("final_norm",)``, ``("head",)`` or ``("layers", i, *fields)``.
       index: basic index into that array; ``()`` is all of it.
       shape: the tensor's shape in the checkpoint, a reshape of ``array[index]``.
+      array: the array's own shape.
     """
 
     path: Path
     index: tuple
-    shape: tuple[int, ...]
+    shape: Shape
+    array: Shape
 
 
 class Stem(NamedTuple):
-    """One kind of tensor: ``index`` and ``shape`` are the weight's, ``bias`` says whether
-    there is a bias of shape ``shape[:1]``."""
+    """One kind of tensor of a layer.
+
+    Attributes:
+      field: of the layer, dotted where it is nested.
+      index, shape: as in ``Place``.
+      array: the array's shape; None is ``shape``.
+      bias: is there a bias of shape ``shape[:1]`` in an array of shape ``array[:-1]``?
+    """
 
     field: str
     index: tuple
-    shape: tuple[int, ...]
+    shape: Shape
+    array: Shape | None = None
     bias: bool = False
 
 
 def places(config: Config) -> dict[str, Place]:
     """Checkpoint key -> place, for every tensor a model of this config has."""
-    vocab, hidden = config.vocab_size, config.hidden
-    table = {
-        "model.embed_tokens.weight": Place(("embed",), (), (vocab, hidden)),
-        "model.norm.weight": Place(("final_norm",), (), (hidden,)),
+    table = (config.vocab_size, config.hidden)
+    norm = (config.hidden,)
+    out = {
+        "model.embed_tokens.weight": Place(("embed",), (), table, table),
+        "model.norm.weight": Place(("final_norm",), (), norm, norm),
     }
     if not config.tie_embeddings:
-        table["lm_head.weight"] = Place(("head",), (), (vocab, hidden))
-    every = stems(config)
+        out["lm_head.weight"] = Place(("head",), (), table, table)
     for i in range(config.layers):
-        for name, stem in every.items():
-            key = f"model.layers.{i}.{name}"
-            path = ("layers", i, stem.field)
-            table[f"{key}.weight"] = Place(path, stem.index, stem.shape)
-            if stem.bias:
-                path = ("layers", i, f"{stem.field}_bias")
-                table[f"{key}.bias"] = Place(path, stem.index, stem.shape[:1])
-    return table
+        for key, place in layer_places(config, i).items():
+            out[f"model.layers.{i}.{key}"] = place
+    return out
 
 
-def arrays(config: Config) -> dict[Path, tuple[int, ...]]:
+def layer_places(config: Config, layer: int) -> dict[str, Place]:
+    """The same for one layer, keys without ``model.layers.{layer}.``"""
+    out = {}
+    for key, stem in stems(config, layer).items():
+        path = ("layers", layer, *stem.field.split("."))
+        array = stem.array or stem.shape
+        out[key] = Place(path, stem.index, stem.shape, array)
+        if stem.bias:
+            path = (*path[:-1], f"{path[-1]}_bias")
+            place = Place(path, stem.index, stem.shape[:1], array[:-1])
+            out[f"{key.removesuffix('weight')}bias"] = place
+    return out
+
+
+def arrays(config: Config) -> dict[Path, Shape]:
     """Shape of every array of ``Weights``."""
-    hidden, wide, dim = config.hidden, config.intermediate, config.head_dim
-    rows = (config.kv_heads, config.heads // config.kv_heads + 2, dim)
-    fused = {
-        "qkv": (*rows, hidden),
-        "qkv_bias": rows,
-        "gate_up": (2, wide, hidden),
-        "gate_up_bias": (2, wide),
-    }
-    table = places(config)
-    return {p.path: fused.get(str(p.path[-1]), p.shape) for p in table.values()}
+    return {p.path: p.array for p in places(config).values()}
 
 
 def assemble(config: Config, parts: dict[Path, Any]) -> Weights:
     """``Weights`` from the arrays of ``arrays(config)``."""
-    layers: list[dict[str, Any]] = [{} for _ in range(config.layers)]
-    top = {}
+    top: dict[Any, Any] = {}
     for path, array in parts.items():
-        if len(path) == 1:
-            top[path[0]] = array
-        else:
-            layers[path[1]][path[2]] = array
-    return Weights(layers=tuple(Layer(**fields) for fields in layers), **top)
+        node = top
+        for step in path[:-1]:
+            node = node.setdefault(step, {})
+        node[path[-1]] = array
+    layers = top.pop("layers")
+    layer = transformer.Layer if config.latent is None else deepseek.Layer
+    return Weights(
+        layers=tuple(
+            layer(**layers[i] | {"mlp": _mlp(layers[i]["mlp"])})
+            for i in range(config.layers)
+        ),
+        **top,
+    )
+
+
+def _mlp(fields: dict[str, Any]) -> Mlp | Moe:
+    if "router" not in fields:
+        return Mlp(**fields)
+    if "shared" in fields:
+        fields = fields | {"shared": Mlp(**fields["shared"])}
+    return Moe(**fields)
 
 
 def lookup(params: Weights, path: Path) -> Any:
-    """The array at ``path``."""
-    if len(path) == 1:
-        return getattr(params, path[0])
-    return getattr(params.layers[path[1]], path[2])
+    """The array at ``path``, or None."""
+    node: Any = params
+    for step in path:
+        node = node[step] if isinstance(step, int) else getattr(node, step, None)
+    return node
 
 
-def stems(config: Config) -> dict[str, Stem]:
-    """Tensor name inside a layer -> where it goes, for every tensor of a layer."""
-    hidden, wide, dim = config.hidden, config.intermediate, config.head_dim
-    group = config.heads // config.kv_heads
+def stems(config: Config, layer: int) -> dict[str, Stem]:
+    """Checkpoint key -> stem, keys without ``model.layers.{layer}.``"""
+    attention = _attention(config) if config.latent is None else _latent(config)
+    if config.experts is not None and config.has_experts(layer):
+        mlp = _experts(config.experts, config.hidden)
+    else:
+        mlp = _dense("mlp", "mlp", config.intermediate, config.hidden, config.mlp_bias)
+    return attention | mlp | _norms(config)
+
+
+def _attention(config: Config) -> dict[str, Stem]:
+    hidden, dim, kv_heads = config.hidden, config.head_dim, config.kv_heads
+    group = config.heads // kv_heads
+    fused = (kv_heads, group + 2, dim, hidden)
     every = slice(None)
     q, k, v = (every, slice(group)), (every, group), (every, group + 1)
-    q_rows, kv_rows = config.heads * dim, config.kv_heads * dim
-    found = {
-        "self_attn.q_proj": Stem("qkv", q, (q_rows, hidden), config.qkv_bias),
-        "self_attn.k_proj": Stem("qkv", k, (kv_rows, hidden), config.qkv_bias),
-        "self_attn.v_proj": Stem("qkv", v, (kv_rows, hidden), config.qkv_bias),
-        "self_attn.o_proj": Stem("out", (), (hidden, q_rows), config.out_bias),
-        "mlp.gate_proj": Stem("gate_up", (0,), (wide, hidden), config.mlp_bias),
-        "mlp.up_proj": Stem("gate_up", (1,), (wide, hidden), config.mlp_bias),
-        "mlp.down_proj": Stem("down", (), (hidden, wide), config.mlp_bias),
-        "input_layernorm": Stem("attn_norm", (), (hidden,)),
+    q_rows, kv_rows = config.heads * dim, kv_heads * dim
+    bias = config.qkv_bias
+    out = {
+        "self_attn.q_proj.weight": Stem("qkv", q, (q_rows, hidden), fused, bias),
+        "self_attn.k_proj.weight": Stem("qkv", k, (kv_rows, hidden), fused, bias),
+        "self_attn.v_proj.weight": Stem("qkv", v, (kv_rows, hidden), fused, bias),
+        "self_attn.o_proj.weight": Stem(
+            "out", (), (hidden, q_rows), bias=config.out_bias
+        ),
     }
     if config.qk_norm:
-        found["self_attn.q_norm"] = Stem("q_norm", (), (dim,))
-        found["self_attn.k_norm"] = Stem("k_norm", (), (dim,))
+        out["self_attn.q_norm.weight"] = Stem("q_norm", (), (dim,))
+        out["self_attn.k_norm.weight"] = Stem("k_norm", (), (dim,))
+    return out
+
+
+def _latent(config: Config) -> dict[str, Stem]:
+    sizes, hidden, heads = latent(config), config.hidden, config.heads
+    low, bias = sizes.query_rank, config.qkv_bias
+    q = (heads, config.head_dim, low or hidden)
+    kv_b = (heads, sizes.plain_dim + sizes.value_dim, sizes.rank)
+    kv_a = (sizes.rank + sizes.rope_dim, hidden)
+    out = (hidden, heads * sizes.value_dim)
+    table = {
+        f"self_attn.{'q_b_proj' if low else 'q_proj'}.weight": Stem(
+            "q_b", (), (q[0] * q[1], q[2]), q
+        ),
+        "self_attn.kv_a_proj_with_mqa.weight": Stem("kv_a", (), kv_a, bias=bias),
+        "self_attn.kv_a_layernorm.weight": Stem("kv_a_norm", (), (sizes.rank,)),
+        "self_attn.kv_b_proj.weight": Stem(
+            "kv_b", (), (kv_b[0] * kv_b[1], kv_b[2]), kv_b
+        ),
+        "self_attn.o_proj.weight": Stem("out", (), out, bias=config.out_bias),
+    }
+    if low:
+        table["self_attn.q_a_proj.weight"] = Stem("q_a", (), (low, hidden), bias=bias)
+        table["self_attn.q_a_layernorm.weight"] = Stem("q_a_norm", (), (low,))
+    return table
+
+
+def _dense(
+    name: str, field: str, wide: int, hidden: int, bias: bool = False
+) -> dict[str, Stem]:
+    both, rows = (2, wide, hidden), (wide, hidden)
+    return {
+        f"{name}.gate_proj.weight": Stem(f"{field}.gate_up", (0,), rows, both, bias),
+        f"{name}.up_proj.weight": Stem(f"{field}.gate_up", (1,), rows, both, bias),
+        f"{name}.down_proj.weight": Stem(
+            f"{field}.down", (), (hidden, wide), None, bias
+        ),
+    }
+
+
+def _experts(experts: Experts, hidden: int) -> dict[str, Stem]:
+    count, wide = experts.count, experts.intermediate
+    gate_up, down = (count, 2, wide, hidden), (count, hidden, wide)
+    table = {"mlp.gate.weight": Stem("mlp.router", (), (count, hidden))}
+    if experts.corrected:
+        name = "mlp.gate.e_score_correction_bias"
+        table[name] = Stem("mlp.correction", (), (count,))
+    for e in range(count):
+        name, rows = f"mlp.experts.{e}", (wide, hidden)
+        table |= {
+            f"{name}.gate_proj.weight": Stem("mlp.gate_up", (e, 0), rows, gate_up),
+            f"{name}.up_proj.weight": Stem("mlp.gate_up", (e, 1), rows, gate_up),
+            f"{name}.down_proj.weight": Stem("mlp.down", (e,), down[1:], down),
+        }
+    if experts.shared:
+        shared = experts.shared * wide
+        table |= _dense("mlp.shared_experts", "mlp.shared", shared, hidden)
+    return table
+
+
+def _norms(config: Config) -> dict[str, Stem]:
+    shape = (config.hidden,)
+    table = {"input_layernorm.weight": Stem("attn_norm", (), shape)}
     if config.sandwich_norm:
         # Gemma's post_attention_layernorm really stands after attention.
-        found["post_attention_layernorm"] = Stem("attn_post_norm", (), (hidden,))
-        found["pre_feedforward_layernorm"] = Stem("mlp_norm", (), (hidden,))
-        found["post_feedforward_layernorm"] = Stem("mlp_post_norm", (), (hidden,))
-    else:
-        found["post_attention_layernorm"] = Stem("mlp_norm", (), (hidden,))
-    return found
+        return table | {
+            "post_attention_layernorm.weight": Stem("attn_post_norm", (), shape),
+            "pre_feedforward_layernorm.weight": Stem("mlp_norm", (), shape),
+            "post_feedforward_layernorm.weight": Stem("mlp_post_norm", (), shape),
+        }
+    return table | {"post_attention_layernorm.weight": Stem("mlp_norm", (), shape)}

@@ -1,4 +1,4 @@
-"""One transformer for Llama, SmolLM2, Mistral, Qwen2, Qwen3 and Gemma 3.
+"""One transformer for Llama, SmolLM2, Mistral, Qwen2, Qwen3 (dense and MoE) and Gemma 3.
 
 Weights are nested dataclasses, layers are functions. Projections that read the same
 input are stored as one array, grouped so that every kv head's slice is contiguous:
@@ -8,6 +8,7 @@ fewer products a step, and a tensor-parallel mesh can still split the kv heads.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,10 @@ from jax import lax
 from jspec import cache as kv_cache
 from jspec import tree
 from jspec.cache import KV, KVCache
-from jspec.models import rope
+from jspec.models import moe, rope
 from jspec.models.config import Config
 from jspec.models.linear import Rows, linear
+from jspec.models.mlp import Mlp, gated
 from jspec.pallas import block_attention
 from jspec.sampling import mask_padding
 from jspec.types import Array, Block, Scores, Target
@@ -31,18 +33,17 @@ class Layer:
 
     Attributes:
       qkv: ``[K, G + 2, D, M]``; per kv head its queries, its key, its value.
-      out: ``[M, H * D]``.  gate_up: ``[2, I, M]``.  down: ``[M, I]``.
+      out: ``[M, H * D]``.
+      mlp: an ``Mlp``, or a ``Moe`` where the layer has experts.
       attn_norm, mlp_norm: ``[M]`` before attention and MLP.
       attn_post_norm, mlp_post_norm: ``[M]`` after them, or None.
       q_norm, k_norm: ``[D]`` or None.
-      qkv_bias ``[K, G + 2, D]``, out_bias ``[M]``, gate_up_bias ``[2, I]``,
-      down_bias ``[M]``: or None.
+      qkv_bias ``[K, G + 2, D]``, out_bias ``[M]``: or None.
     """
 
     qkv: Array | Rows
     out: Array | Rows
-    gate_up: Array | Rows
-    down: Array | Rows
+    mlp: Mlp | moe.Moe
     attn_norm: Array
     mlp_norm: Array
     attn_post_norm: Array | None = None
@@ -51,19 +52,18 @@ class Layer:
     k_norm: Array | None = None
     qkv_bias: Array | None = None
     out_bias: Array | None = None
-    gate_up_bias: Array | None = None
-    down_bias: Array | None = None
 
 
 @struct.dataclass
 class Weights:
     """A model's weights: ``embed [V, M]``, layers, ``final_norm [M]``, ``head [V, M]``.
 
-    ``head`` is None when it is the embedding.
+    ``head`` is None when it is the embedding. Layers are ``Layer`` of this file or of
+    ``deepseek``.
     """
 
     embed: Array
-    layers: tuple[Layer, ...]
+    layers: tuple[Any, ...]
     final_norm: Array
     head: Array | None = None
 
@@ -119,16 +119,19 @@ def score(
         ks.append(k)
         vs.append(v)
         streams[i + 1] = x
-    x = rms_norm(x, params.final_norm, config)
-    streams[-1] = x
+    return readout(config, params, streams, KV(tuple(ks), tuple(vs)), taps, rows)
+
+
+def readout(
+    config: Config, params: Weights, streams: dict[int, Array], kv, taps, rows
+) -> Scores:
+    """The scores of a block from the residual stream after 0, 1 .. L layers."""
+    x = rms_norm(streams[config.layers], params.final_norm, config)
+    streams = streams | {-1: x}
     features = None
     if taps:
         features = jnp.concatenate([streams[t] for t in taps], -1)
-    return Scores(
-        logits=_logits(config, params, _pick(x, rows)),
-        kv=KV(tuple(ks), tuple(vs)),
-        features=features,
-    )
+    return Scores(_logits(config, params, _pick(x, rows)), kv, features)
 
 
 def _pick(x: Array, rows) -> Array:
@@ -221,21 +224,11 @@ def project(config: Config, layer: Layer, h: Array) -> tuple[Array, Array, Array
     return q, k, v
 
 
-def mlp(config: Config, layer: Layer, h: Array) -> Array:
-    """The gated MLP of a layer on normalised ``h [B, N, M]``."""
-    _, wide, _ = layer.gate_up.shape
-    both = linear(h, layer.gate_up, layer.gate_up_bias)
-    gate, up = both[..., :wide], both[..., wide:]
-    return linear(
-        ACTIVATIONS[config.activation](gate) * up, layer.down, layer.down_bias
-    )
-
-
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
+def mlp(config: Config, layer: Any, h: Array) -> Array:
+    """The MLP of a layer, ordinary or of experts, on normalised ``h [B, N, M]``."""
+    if isinstance(layer.mlp, moe.Moe):
+        return moe.mixture(config, layer.mlp, h)
+    return gated(config.activation, layer.mlp, h)
 
 
 def rms_norm(x: Array, weight: Array, config: Config) -> Array:
@@ -266,13 +259,12 @@ def init(config: Config, key: Array, dtype=jnp.float32, scale: float = 0.02) -> 
     def norm(size):
         return jnp.full(size, neutral, dtype)
 
-    def layer(key):
+    def layer(key, i):
         ks = jax.random.split(key, 8)
         return Layer(
             qkv=normal(ks[0], k, g + 2, d, m),
             out=normal(ks[1], m, config.heads * d),
-            gate_up=normal(ks[2], 2, config.intermediate, m),
-            down=normal(ks[3], m, config.intermediate),
+            mlp=moe.init(config, i, (ks[2], ks[3], ks[6], ks[7]), normal),
             attn_norm=norm(m),
             mlp_norm=norm(m),
             attn_post_norm=norm(m) if config.sandwich_norm else None,
@@ -281,16 +273,12 @@ def init(config: Config, key: Array, dtype=jnp.float32, scale: float = 0.02) -> 
             k_norm=norm(d) if config.qk_norm else None,
             qkv_bias=normal(ks[4], k, g + 2, d) if config.qkv_bias else None,
             out_bias=normal(ks[5], m) if config.out_bias else None,
-            gate_up_bias=normal(ks[6], 2, config.intermediate)
-            if config.mlp_bias
-            else None,
-            down_bias=normal(ks[7], m) if config.mlp_bias else None,
         )
 
     k_embed, k_head, *k_layers = jax.random.split(key, config.layers + 2)
     return Weights(
         embed=normal(k_embed, config.vocab_size, m),
-        layers=tuple(layer(kl) for kl in k_layers),
+        layers=tuple(layer(kl, i) for i, kl in enumerate(k_layers)),
         final_norm=norm(m),
         head=None if config.tie_embeddings else normal(k_head, config.vocab_size, m),
     )

@@ -44,7 +44,8 @@ class Safetensors:
 def build(config: Config, source: Checkpoint, dtype, parts: int = 1) -> Weights:
     """The weights of ``source`` in ``dtype``, on the default device.
 
-    With ``parts`` above 1 the products of the layers are ``Rows`` of so many blocks.
+    What ``names.FLOAT32`` lists stays float32. With ``parts`` above 1 the products of the
+    layers are ``Rows`` of so many blocks.
 
     Every tensor is read straight into its fused array, which a CPU device takes over as
     it is: peak host memory is the weights and one tensor.
@@ -61,7 +62,8 @@ def build(config: Config, source: Checkpoint, dtype, parts: int = 1) -> Weights:
     # The largest array first, while there is still room for a second copy of it.
     by_size = sorted(names.arrays(config).items(), key=lambda item: -np.prod(item[1]))
     for path, shape in by_size:
-        host = _aligned(shape, np.dtype(dtype))
+        kept = path[-1] in names.FLOAT32
+        host = _aligned(shape, np.dtype(np.float32 if kept else dtype))
         for name in in_array[path]:
             source.read(name, host[table[name].index])
         # Waiting keeps transfers to an accelerator from piling up in host memory.
@@ -73,7 +75,7 @@ def _put(path: names.Path, host: np.ndarray, parts: int) -> jax.Array | Rows:
     """An array on the device, cut into blocks if it is a product of a layer."""
     rows = int(np.prod(host.shape[:-1]))
     cuts = linear.bounds(rows, parts)
-    if len(cuts) == 1 or path[-1] not in names.PRODUCTS:
+    if len(cuts) == 1 or names.PRODUCTS.get(str(path[-1])) != host.ndim:
         return jax.device_put(host)
     flat = host.reshape(rows, -1)
     blocks = tuple(jax.device_put([flat[a:b] for a, b in cuts]))
@@ -106,6 +108,13 @@ _SKIPPED_START = (
 )
 
 
+def _is_skipped(config: Config, name: str) -> bool:
+    """Whether a tensor is not the target's, multi-token prediction included."""
+    behind = range(config.layers, config.layers + config.mtp_layers)
+    start = (*_SKIPPED_START, *(f"model.layers.{i}." for i in behind))
+    return name.endswith(_SKIPPED_END) or name.startswith(start)
+
+
 def _check(config: Config, source: Checkpoint, table: dict[str, names.Place]) -> None:
     missing = [name for name in table if name not in source.tensors]
     if missing:
@@ -115,9 +124,7 @@ def _check(config: Config, source: Checkpoint, table: dict[str, names.Place]) ->
     extra = [
         name
         for name in source.tensors
-        if name not in table
-        and not name.endswith(_SKIPPED_END)
-        and not name.startswith(_SKIPPED_START)
+        if name not in table and not _is_skipped(config, name)
     ]
     if config.tie_embeddings and "lm_head.weight" in extra:
         _check_tied(source)

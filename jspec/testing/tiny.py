@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jspec.models import Config, Model, transformer
+from jspec.models import Config, Model, architecture
 from jspec.models.config import Rope
 
 _BASE = Config(
@@ -39,10 +39,10 @@ def model(seed: int = 0, scale: float = 0.3, tokenizer=None, **changes) -> Model
     ``scale`` is large enough that greedy continuations are not constant.
     """
     cfg = config(**changes)
-    params = transformer.init(cfg, jax.random.key(seed), scale=scale)
+    params = architecture.init(cfg, jax.random.key(seed), scale=scale)
     return Model(
         name="tiny",
-        target=transformer.target(cfg),
+        target=architecture.target(cfg),
         params=params,
         tokenizer=tokenizer,
         dtype=jnp.dtype(jnp.float32),

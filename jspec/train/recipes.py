@@ -19,7 +19,7 @@ from jax.tree_util import Partial
 from jspec.drafters import eagle
 from jspec.drafters.eagle import Design, Weights
 from jspec.drafters.published_eagle import Head, save_eagle, target_head
-from jspec.models import Model
+from jspec.models import Model, linear
 from jspec.models.transformer import Layer
 from jspec.train.corpus import Corpus
 from jspec.train.eagle import pairs, regression, shifted, training_time_test
@@ -196,11 +196,9 @@ def _last_layer(target: Model) -> tuple[Layer, Any]:
         ropes=target.config.ropes[-1:],
     )
     layer = target.params.layers[-1]
-    fields = {
-        field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)
-    }
-    arrays = {
-        name: None if x is None else jnp.asarray(np.asarray(x), jnp.float32)
-        for name, x in fields.items()
-    }
-    return Layer(**arrays), config
+    whole = jax.tree.map(
+        lambda x: jnp.asarray(np.asarray(x), jnp.float32),
+        layer,
+        is_leaf=lambda x: isinstance(x, linear.Rows),
+    )
+    return whole, config

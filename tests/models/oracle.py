@@ -26,6 +26,18 @@ BASE = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "smollm2": {
@@ -51,6 +63,23 @@ FAMILIES = {
         "query_pre_attn_scalar": 20,
         "final_logit_softcapping": 5.0,
     },
+    "qwen3_moe": {
+        "head_dim": 12,
+        "attention_bias": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "deepseek_v3": DEEPSEEK | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2},
+    "deepseek_v2": DEEPSEEK
+    | {
+        "q_lora_rank": None,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
+    },
 }
 
 
@@ -72,6 +101,9 @@ def build(name: str, **changes):
                 p.copy_(0.2 * noise)
             else:
                 p.copy_(noise * 1.3 / p.shape[-1] ** 0.5)
+        for key, b in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                b.copy_(0.3 * torch.randn(b.shape))
     return model
 
 

@@ -47,7 +47,7 @@ def test_loaded_weights_are_cut_and_saved_whole(tmp_path, monkeypatch):
     model = tiny.model(seed=1, **WIDE)
     loaded = models.load(models.save(model, tmp_path / "a"), dtype="float32")
     layer = loaded.params.layers[0]
-    assert [len(layer.gate_up.blocks), len(layer.qkv.blocks)] == [2, 2]
+    assert [len(layer.mlp.gate_up.blocks), len(layer.qkv.blocks)] == [2, 2]
     block = types.chain(jnp.array([[1, 2, 3]]))
     for m in (model, loaded):
         cache = m.target.init_cache(1, 8, jnp.float32)

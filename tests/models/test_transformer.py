@@ -289,9 +289,12 @@ def test_biases_enter_where_they_should():
     params = weights(config)
     ids = types.chain(tokens(count=4))
     base = scorer(config)(params, empty(config), ids).logits
-    for field in ("qkv_bias", "out_bias", "gate_up_bias", "down_bias"):
-        layer = params.layers[0]
-        changed = layer.replace(**{field: getattr(layer, field) + 0.1})
+    layer = params.layers[0]
+    in_mlp = ("gate_up_bias", "down_bias")
+    for field in ("qkv_bias", "out_bias", *in_mlp):
+        part = layer.mlp if field in in_mlp else layer
+        part = part.replace(**{field: getattr(part, field) + 0.1})
+        changed = layer.replace(mlp=part) if field in in_mlp else part
         other = params.replace(layers=(changed, *params.layers[1:]))
         new = scorer(config)(other, empty(config), ids).logits
         assert np.abs(new - base).max() > 1e-3, field
