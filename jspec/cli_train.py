@@ -31,7 +31,7 @@ The share of first guesses that are right is about 0.7 to 0.8 for a good head on
 that it was trained on; 0.1 to 0.3 hints at a wrong norm, residual or layer.
 """
 
-_SMOKE = {"steps": 6, "length": 128, "every": 3, "held": 4, "warmup": 2}
+_SMOKE = {"steps": 6, "every": 3, "held": 4, "warmup": 2}
 
 
 def add_train(command: argparse.ArgumentParser) -> None:

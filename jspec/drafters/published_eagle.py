@@ -169,6 +169,11 @@ def _config(head: Head, vocab_size: int) -> dict:
         return layers | {"bias": head.weights.fc_bias is not None}
     if head.weights.feature_norm is not None:
         raise ValueError("the official layout has no place for norms before fc")
+    if design.taps[0] == 1:
+        raise ValueError(
+            f"features of layers {list(design.taps)}: readers of the official layout take "
+            "a list that begins with 1 for one of layer outputs; use other layers"
+        )
     aux = {
         "eagle_aux_hidden_state_layer_ids": list(design.taps),
         "use_aux_hidden_state": True,
