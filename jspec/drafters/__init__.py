@@ -5,6 +5,7 @@ from jspec.drafters.hydra import hydra
 from jspec.drafters.loading import Draft, load_drafter
 from jspec.drafters.multi_token import multi_token
 from jspec.drafters.ngram import first, first_whole, latest, ngram
+from jspec.drafters.published_medusa import load_medusa, save_medusa
 from jspec.drafters.small_model import first_layers, small_model
 
 __all__ = [
@@ -16,8 +17,10 @@ __all__ = [
     "hydra",
     "latest",
     "load_drafter",
+    "load_medusa",
     "medusa",
     "multi_token",
     "ngram",
+    "save_medusa",
     "small_model",
 ]
