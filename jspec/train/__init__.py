@@ -1,0 +1,1 @@
+"""Training drafters: pure losses, and what feeds them."""
