@@ -16,7 +16,6 @@ import statistics
 import tempfile
 import time
 
-import jax
 import torch
 import transformers
 from rich.console import Console
@@ -26,6 +25,7 @@ from rich.table import Table
 import jspec
 from jspec import drafters, measure
 from jspec.compilation import enable_cache
+from jspec.models.linear import wholes
 from jspec.prompts import load_prompts
 from jspec.text import encode
 
@@ -107,7 +107,7 @@ def _speed(run) -> float:
 
 def _report(model, plain, lookup, args) -> None:
     bandwidth = measure.copy_bandwidth()
-    weights = sum(x.nbytes for x in jax.tree.leaves(model.params)) / 1e9
+    weights = sum(x.nbytes for x in wholes(model.params)) / 1e9
     rows = {
         "plain": _line(plain),
         "prompt lookup": _line([p[:2] for p in lookup]),

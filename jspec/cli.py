@@ -1,4 +1,4 @@
-"""The command line: ``jspec generate`` and ``jspec bench``.
+"""The command line: ``jspec generate``, ``bench``, ``train`` and ``inspect``.
 
 Text goes to standard output, everything said about it to standard error. A mistake of
 the user is one line and status 2; Ctrl-C is status 130.
@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from jspec import bench
+from jspec import bench, cli_train
 from jspec.compilation import enable_cache
 from jspec.generation import stream
 from jspec.models import load
@@ -35,22 +35,15 @@ def parser() -> argparse.ArgumentParser:
         prog="jspec", description="Speculative decoding in JAX."
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_generate(
-        commands.add_parser(
-            "generate",
-            help="continue a prompt",
-            description=GENERATE,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+    for name, (add, description, summary) in COMMANDS.items():
+        add(
+            commands.add_parser(
+                name,
+                help=summary,
+                description=description,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
         )
-    )
-    _add_bench(
-        commands.add_parser(
-            "bench",
-            help="compare drafters with plain decoding",
-            description=BENCH,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-    )
     return top
 
 
@@ -189,3 +182,11 @@ def _bench(args: argparse.Namespace) -> None:
         return [bench.method(name, model, args.rule, args.gamma) for name in names]
 
     bench.from_arguments(args, methods)
+
+
+COMMANDS = {
+    "generate": (_add_generate, GENERATE, "continue a prompt"),
+    "bench": (_add_bench, BENCH, "compare drafters with plain decoding"),
+    "train": (cli_train.add_train, cli_train.TRAIN, "train a head"),
+    "inspect": (cli_train.add_inspect, cli_train.INSPECT, "look at a published head"),
+}

@@ -169,7 +169,7 @@ def net(design: Design) -> Net:
     )
 
 
-def eagle(design: Design, grower: Grower, dtype=jnp.float32) -> Drafter:
+def drafter(design: Design, grower: Grower, dtype=jnp.float32) -> Drafter:
     """An EAGLE drafter; its params are ``Weights``.
 
     Args:

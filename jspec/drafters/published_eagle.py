@@ -74,8 +74,17 @@ def load_eagle(folder: str | Path, target: Model) -> Head:
     return Head(design, _weights(folder, design, layout, kept, target), layout)
 
 
-def save_eagle(head: Head, folder: str | Path, dtype=jnp.bfloat16) -> Path:
-    """Writes a head in its layout, without what belongs to the target.
+def save_eagle(
+    head: Head, folder: str | Path, dtype=jnp.bfloat16, *, embedding: bool = False
+) -> Path:
+    """Writes a head in its layout.
+
+    Args:
+      head: what to write; its ``layout`` may be replaced before.
+      folder: made if it is missing.
+      dtype: of the floats.
+      embedding: write the embedding too. EAGLE's own loader of version 1 wants it; others,
+        jspec among them, take the target's. The speculators layout always has it.
 
     Raises:
       ValueError: a layout that cannot say what the head is.
@@ -84,12 +93,27 @@ def save_eagle(head: Head, folder: str | Path, dtype=jnp.bfloat16) -> Path:
     arrays = tensors.parts(_table(design, head.layout), weights)
     if design.first is eagle.eagle3:
         arrays["lm_head.weight"] = np.asarray(weights.head)
+    if embedding or head.layout == SPECULATORS:
+        arrays["embed_tokens.weight"] = np.asarray(weights.embed)
+    if weights.fc is not None:
+        arrays["fc.weight"] = np.asarray(weights.fc)
+    if weights.fc_bias is not None:
+        arrays["fc.bias"] = np.asarray(weights.fc_bias)
+    arrays |= _feature_norms(weights.feature_norm)
     arrays = {key: np.asarray(jnp.asarray(a, dtype)) for key, a in arrays.items()}
     vocab_size, ids = weights.embed.shape[0], weights.to_target
     if ids is not None:
         arrays |= tensors.id_maps(np.asarray(ids), vocab_size)
     config = _config(head, vocab_size) | {"torch_dtype": jnp.dtype(dtype).name}
     return tensors.write(Path(folder), config, arrays)
+
+
+def _feature_norms(norm) -> dict[str, np.ndarray]:
+    if norm is None:
+        return {}
+    if norm.ndim == 1:
+        return {"input_norm.weight": np.asarray(norm)}
+    return {f"fc_norm.{i}.weight": np.asarray(part) for i, part in enumerate(norm)}
 
 
 # --- configs ----------------------------------------------------------------------------
@@ -139,6 +163,11 @@ def _config(head: Head, vocab_size: int) -> dict:
         return layers | {"bias": head.weights.fc_bias is not None}
     if head.weights.feature_norm is not None:
         raise ValueError("the official layout has no place for norms before fc")
+    if design.taps[0] == 1:
+        raise ValueError(
+            f"features of layers {list(design.taps)}: readers of the official layout take "
+            "a list that begins with 1 for one of layer outputs; use other layers"
+        )
     aux = {
         "eagle_aux_hidden_state_layer_ids": list(design.taps),
         "use_aux_hidden_state": True,
@@ -184,32 +213,36 @@ def _speculators_config(head: Head, layers: dict, draft_size: int) -> dict:
 
 
 def _table(design: Design, layout: str) -> dict[str, Place]:
-    """Key -> place in ``Weights`` of everything trained but fc, its norm and the head."""
+    """Key -> place in ``Weights`` of everything in the layers, and the last norm."""
     config, wide = design.config, design.first is eagle.eagle3
-    width = config.hidden
+    width = (config.hidden,)
     table: dict[str, Place] = {}
     for i in range(config.layers):
-        prefix = f"layers.{i}."
-        if wide and i == 0 and layout == OFFICIAL:
-            prefix = "midlayer."
-        for name, place in names.of_layer(config, i).items():
-            if i == 0 and name == "input_layernorm.weight":
+        first = wide and i == 0
+        prefix = "midlayer." if first and layout == OFFICIAL else f"layers.{i}."
+        for key, place in names.layer_places(config, i).items():
+            if i == 0 and key == "input_layernorm.weight":
                 continue  # EAGLE-1 has none, EAGLE-3's norms the embedding
-            if i == 0 and wide and place.path[-1] == "qkv":
-                shape, array = (
-                    (*x[:-1], 2 * width) for x in (place.shape, place.array)
+            if first and key.endswith(
+                ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+            ):
+                place = place._replace(
+                    shape=(place.shape[0], 2 * config.hidden),
+                    array=(*place.array[:-1], 2 * config.hidden),
                 )
-                place = place._replace(shape=shape, array=array)
-            table[f"{prefix}{name}"] = place
-        if wide and i == 0:
-            for name, field in _FIRST_NORMS.items():
-                table[f"{prefix}{name}.weight"] = names.whole((field,), (width,))
+            table[prefix + key] = place
+        if first:
+            for key, field in _FIRST_NORMS.items():
+                table[prefix + key] = names.whole((field,), width)
     if wide:
-        table["norm.weight"] = names.whole(("final_norm",), (width,))
+        table["norm.weight"] = names.whole(("final_norm",), width)
     return table
 
 
-_FIRST_NORMS = {"input_layernorm": "embed_norm", "hidden_norm": "hidden_norm"}
+_FIRST_NORMS = {
+    "input_layernorm.weight": "embed_norm",
+    "hidden_norm.weight": "hidden_norm",
+}
 
 
 def _shapes(design: Design, layout: str, found: dict, target: Model):
@@ -241,7 +274,7 @@ def _shapes(design: Design, layout: str, found: dict, target: Model):
 def _weights(
     folder: Path, design: Design, layout: str, kept: dict, target: Model
 ) -> Weights:
-    dtype, config = target.dtype, design.config
+    dtype = target.dtype
     wide = design.first is eagle.eagle3
     top = names.nested(tensors.fused(_table(design, layout), kept, dtype))
     layers = top.pop("layers")
@@ -263,7 +296,7 @@ def _weights(
     head = optional("lm_head.weight") if wide else None
     return Weights(
         embed=target.params.embed if embed is None else embed,
-        layers=tuple(names.layer_of(config, layers[i]) for i in sorted(layers)),
+        layers=tuple(names.layer_of(design.config, layers[i]) for i in sorted(layers)),
         head=target_head(target, ids) if head is None else head,
         fc=optional("fc.weight"),
         fc_bias=optional("fc.bias"),

@@ -28,7 +28,7 @@ from jspec.cache import LatentCache
 from jspec.models import moe, rope
 from jspec.models.config import Config, Latent
 from jspec.models.latent import latent_attention
-from jspec.models.linear import Rows, linear
+from jspec.models.linear import linear
 from jspec.models.mlp import Mlp
 from jspec.models.transformer import Weights, mlp, readout, rms_norm
 from jspec.types import Array, Block, Scores, Target
@@ -60,7 +60,7 @@ class Layer:
     kv_a: Array
     kv_a_norm: Array
     kv_b: Array
-    out: Array | Rows
+    out: Array
     mlp: Mlp | moe.Moe
     attn_norm: Array
     mlp_norm: Array
@@ -190,7 +190,7 @@ def _queries(config: Config, layer: Layer, h: Array) -> Array:
         h = linear(h, layer.q_a, layer.q_a_bias)
         h = _latent_norm(h, layer.q_a_norm, config)
     heads, dim, _ = layer.q_b.shape
-    q = linear(h, layer.q_b.reshape(heads * dim, -1))
+    q = linear(h, layer.q_b)
     return q.reshape(*h.shape[:2], heads, dim)
 
 

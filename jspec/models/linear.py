@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -13,40 +15,63 @@ from jax import lax
 from jspec.types import Array
 
 _LEAST_ROWS = 64  # smaller products are not worth a thread
+_ALIGNED = 16  # rows of float32 whose memory begins at a multiple of 64 bytes
 
 
 @struct.dataclass
 class Rows:
-    """A weight cut into blocks of rows, whose products may run side by side.
+    """A weight, and the same memory as blocks of rows whose products run side by side.
 
-    XLA:CPU computes one product with few columns on one core, but independent products
-    on several: on two cores, two halves take half as long as the whole.
+    XLA:CPU computes a product with a few columns on one core, but independent products
+    on several: on two cores, two halves take half as long as the whole. With one column
+    it is the whole that is faster.
 
     Attributes:
-      blocks: ``[rows, in]`` each.
-      lead: static, the output axes of the whole weight, which is ``[*lead, in]``.
+      whole: ``[*lead, in]``.
+      blocks: ``[rows, in]`` each, views of ``whole``.
     """
 
+    whole: Array
     blocks: tuple[Array, ...]
-    lead: tuple[int, ...] = struct.field(pytree_node=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.lead, self.blocks[0].shape[-1])
+        return self.whole.shape
 
     @property
     def dtype(self):
-        return self.blocks[0].dtype
+        return self.whole.dtype
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        whole = np.concatenate([np.asarray(block) for block in self.blocks])
-        return whole.reshape(self.shape).astype(dtype or whole.dtype, copy=False)
+        return np.asarray(self.whole, dtype)
+
+
+def in_rows(host: np.ndarray, parts: int) -> Array | Rows:
+    """A weight ``[*lead, in]`` on the device, in ``parts`` blocks if it is large enough.
+
+    ``host`` is aligned memory that a CPU device adopts, as a whole and block by block.
+    """
+    flat = host.reshape(-1, host.shape[-1])
+    cuts = bounds(flat.shape[0], parts)
+    if len(cuts) == 1:
+        return jax.device_put(host)
+    blocks = [jax.device_put(flat[a:b]) for a, b in cuts]
+    return Rows(jax.device_put(host), tuple(blocks))
+
+
+def wholes(params: Any) -> list[Array]:
+    """The arrays of a model, those in blocks once."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Rows))
+    return [x.whole if isinstance(x, Rows) else x for x in leaves]
 
 
 def bounds(rows: int, parts: int) -> list[tuple[int, int]]:
-    """First and last row (exclusive) of at most ``parts`` even blocks."""
+    """First and last row (exclusive) of at most ``parts`` even blocks.
+
+    Blocks begin at multiples of 16 rows, so that they are aligned in memory.
+    """
     parts = max(1, min(parts, rows // _LEAST_ROWS))
-    edges = [rows * i // parts for i in range(parts + 1)]
+    edges = [rows * i // parts // _ALIGNED * _ALIGNED for i in range(parts)] + [rows]
     return list(itertools.pairwise(edges))
 
 
@@ -58,7 +83,10 @@ def linear(x: Array, w: Array | Rows, bias: Array | None = None) -> Array:
     """
     width = x.shape[-1]
     flat = x.reshape(-1, width)
-    blocks = w.blocks if isinstance(w, Rows) else (w.reshape(-1, width),)
+    if isinstance(w, Rows):
+        blocks = w.blocks if flat.shape[0] > 1 else (w.whole.reshape(-1, width),)
+    else:
+        blocks = (w.reshape(-1, width),)
     parts = [lax.dot_general(b, flat, (((1,), (1,)), ((), ()))) for b in blocks]
     y = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
     y = y.T.reshape(*x.shape[:-1], math.prod(w.shape[:-1]))

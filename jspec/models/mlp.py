@@ -1,4 +1,4 @@
-"""The gated MLP of a layer."""
+"""The gated MLP."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def each(activation: str, weights: Moe, share: Array, x: Array, *, most: int) ->
     order = jnp.argsort(~used)[:most]
 
     def add(y, e):
-        both = linear(x, weights.gate_up[e].reshape(-1, x.shape[-1]))
+        both = linear(x, weights.gate_up[e])
         gate, up = jnp.split(both, 2, -1)
         h = _weighed(ACTIVATIONS[activation](gate) * up, share[e][:, None])
         return y + linear(h, weights.down[e])

@@ -8,9 +8,9 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from jspec.models import linear, names, tensorfile
+from jspec.models import names, tensorfile
 from jspec.models.config import Config
-from jspec.models.linear import Rows
+from jspec.models.linear import Rows, in_rows
 from jspec.models.transformer import Weights
 
 
@@ -44,8 +44,8 @@ class Safetensors:
 def build(config: Config, source: Checkpoint, dtype, parts: int = 1) -> Weights:
     """The weights of ``source`` in ``dtype``, on the default device.
 
-    With ``parts`` above 1 the products of the layers are ``Rows`` of so many blocks. What
-    ``names.FLOAT32`` lists stays float32.
+    What ``names.FLOAT32`` lists stays float32. With ``parts`` above 1 the products of the
+    layers are ``Rows`` of so many blocks.
 
     Every tensor is read straight into its fused array, which a CPU device takes over as
     it is: peak host memory is the weights and one tensor.
@@ -73,13 +73,9 @@ def build(config: Config, source: Checkpoint, dtype, parts: int = 1) -> Weights:
 
 def _put(path: names.Path, host: np.ndarray, parts: int) -> jax.Array | Rows:
     """An array on the device, cut into blocks if it is a product of a layer."""
-    rows = int(np.prod(host.shape[:-1]))
-    cuts = linear.bounds(rows, parts)
-    if len(cuts) == 1 or names.PRODUCTS.get(str(path[-1])) != host.ndim:
+    if names.PRODUCTS.get(str(path[-1])) != host.ndim:
         return jax.device_put(host)
-    flat = host.reshape(rows, -1)
-    blocks = tuple(jax.device_put([flat[a:b] for a, b in cuts]))
-    return Rows(blocks, host.shape[:-1])
+    return in_rows(host, parts)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

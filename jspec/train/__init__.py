@@ -1,1 +1,0 @@
-"""Training drafters: corpora, the target's features, objectives and the loop."""

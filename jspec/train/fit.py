@@ -7,9 +7,7 @@ continues as if nothing had happened, bit for bit on the same device.
 
 from __future__ import annotations
 
-import json
 import math
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +21,9 @@ from jax.sharding import Mesh
 from jax.tree_util import Partial
 
 from jspec.train import metrics, parallel
-from jspec.train.atomic import replacing
 from jspec.train.checkpoints import Checkpoints
-from jspec.train.signals import deferred
+from jspec.train.settings import remember
+from jspec.train.signals import deferred, leave
 from jspec.types import Array
 
 Loss = Callable[[Any, Any, Array], tuple[Array, dict[str, Array]]]
@@ -47,15 +45,12 @@ class Files(NamedTuple):
     metrics: Path
     curve: Path
     checkpoints: Path
-    run: Path
 
 
 def files(out: str | Path) -> Files:
     """The paths in the folder ``out`` of a run."""
     out = Path(out)
-    return Files(
-        out / "metrics.jsonl", out / "curve.png", out / "checkpoints", out / "run.json"
-    )
+    return Files(out / "metrics.jsonl", out / "curve.png", out / "checkpoints")
 
 
 def fit(
@@ -108,8 +103,7 @@ def fit(
     if steps < 1 or every < 1:
         raise ValueError(f"steps {steps}, every {every}: both must be at least 1")
     paths = files(out)
-    paths.run.parent.mkdir(parents=True, exist_ok=True)
-    _check_run(paths.run, {"seed": seed})
+    remember(Path(out), {"seed": seed})
     mesh = parallel.data_mesh(1) if mesh is None else mesh
     loss = parallel.replicate(
         loss if isinstance(loss, Partial) else Partial(loss), mesh
@@ -123,7 +117,10 @@ def fit(
             state = saved.load(state)
         start = int(state.step)
         _check_steps(start, steps, out)
-        with metrics.Log(paths.metrics, start) as log, metrics.Meter(start, steps) as m:
+        with (
+            metrics.Log(paths.metrics, start) as log,
+            metrics.Meter("step", start, steps) as m,
+        ):
             if start:
                 m.say(f"continuing {out} after step {start}")
             batch = parallel.shard(data(start), mesh)
@@ -140,11 +137,11 @@ def fit(
                     line |= _evaluated(evaluate(state.params), number, m.say)
                 line |= {"tokens": tokens, "seconds": time.perf_counter() - begin}
                 log.write(line)
-                m.advance(number, tokens, line["loss"])
+                m.advance(number, tokens, f"loss {line['loss']:.4g}, ")
                 if due or stop is not None:
                     saved.save(number, state)
                 if stop is not None:
-                    _leave(stop, number, out, m.say)
+                    leave(stop, f"saved after step {number} in {out}", m.say)
     metrics.curve(paths.metrics, paths.curve)
     return state.params
 
@@ -193,24 +190,3 @@ def _check_steps(start: int, steps: int, out: str | Path) -> None:
             f"the run in {out} has done {start} steps already, more than {steps}; ask "
             "for more, or choose another folder"
         )
-
-
-def _check_run(path: Path, run: dict) -> None:
-    """Remembers the settings of a new run, compares those of one that is continued."""
-    if not path.exists():
-        with replacing(path) as file:
-            file.write(json.dumps(run).encode())
-    there = json.loads(path.read_text())
-    if there != run:
-        raise ValueError(
-            f"{path.parent} holds a run with {there}, not {run}; continue it with the "
-            "same settings, or choose another folder"
-        )
-
-
-def _leave(number: int, step: int, out: str | Path, say: Callable) -> None:
-    say(
-        f"{signal.Signals(number).name}: saved after step {step} in {out}; run the same command again to "
-        "continue"
-    )
-    raise SystemExit(128 + number)

@@ -69,13 +69,15 @@ class Meter:
     to standard error.
     """
 
-    def __init__(self, start: int, steps: int):
+    def __init__(self, what: str, start: int, total: int):
+        """Counts ``what`` (step, conversation, ..) from ``start`` to ``total``."""
         self._console = Console(stderr=True)
-        self._first, self._steps, self._tokens = start, steps, 0
+        self._what, self._first, self._total = what, start, total
+        self._tokens = 0
         self._begin: float | None = None
         self._printed = time.monotonic()
         self._bar = Progress(
-            TextColumn("step"),
+            TextColumn(what),
             MofNCompleteColumn(),
             BarColumn(),
             TextColumn("{task.fields[text]}"),
@@ -83,7 +85,7 @@ class Meter:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=steps, completed=start, text="")
+        self._task = self._bar.add_task("", total=total, completed=start, text="")
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -96,21 +98,21 @@ class Meter:
         """Prints a line beside the bar."""
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
-    def advance(self, step: int, tokens: int, loss: float) -> None:
-        """Step number ``step`` (from 1) is done, over so many tokens."""
+    def advance(self, done: int, tokens: int, note: str = "") -> None:
+        """So many are done in all, the latest of them with so many tokens."""
         now = time.monotonic()
-        if self._begin is None:  # the first step compiled the program
-            self._begin, self._first, tokens = now, step, 0
+        if self._begin is None:  # compiling took most of the time so far
+            self._begin, self._first, tokens = now, done, 0
         self._tokens += tokens
         seconds = max(now - self._begin, 1e-9)
-        text = f"loss {loss:.4g}, {self._tokens / seconds:.0f} tokens/s"
-        self._bar.update(self._task, completed=step, text=text)
+        text = f"{note}{self._tokens / seconds:.0f} tokens/s"
+        self._bar.update(self._task, completed=done, text=text)
         if self._console.is_terminal:
             return
-        if now - self._printed >= _PLAIN_EVERY or step == self._steps:
+        if now - self._printed >= _PLAIN_EVERY or done == self._total:
             self._printed = now
-            left = seconds / max(step - self._first, 1) * (self._steps - step)
-            self.say(f"step {step}/{self._steps}, {text}, {left:.0f} s left")
+            left = seconds / max(done - self._first, 1) * (self._total - done)
+            self.say(f"{self._what} {done}/{self._total}, {text}, {left:.0f} s left")
 
 
 def curve(log: str | Path, png: str | Path) -> None:

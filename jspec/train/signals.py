@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 _KINDS = signal.SIGINT, signal.SIGTERM
 
@@ -42,3 +43,11 @@ def deferred() -> Iterator[Wish]:
         yield wish
     finally:
         restore()
+
+
+def leave(number: int, done: str, say: Callable[[str], None]) -> NoReturn:
+    """Says what is done and how to go on, and exits with the signal's status."""
+    say(
+        f"{signal.Signals(number).name}: {done}; run the same command again to continue"
+    )
+    raise SystemExit(128 + number)

@@ -71,7 +71,7 @@ def test_forward(name, target):
 def first_block(model, head, grower, prompt):
     """The prompt, the token that follows it, and the block drafted after that."""
     pending = jspec.generate(model, None, [prompt], max_new_tokens=1, eos_ids=())
-    draft = jspec.Draft(eagle.eagle(head.design, grower), head.weights)
+    draft = jspec.Draft(eagle.drafter(head.design, grower), head.weights)
     prompt = [*prompt, *pending.tokens[0]]
     request = jspec.prepare(model, draft, [prompt], max_new_tokens=8)
     state = request.prefill()
@@ -115,7 +115,7 @@ def test_greedy_loop(name, target):
     head = load_eagle(DATA / name, model)
     static = name == "eagle1_L1"
     grower = growth.ranked(tree.EAGLE_25) if static else growth.dynamic(16, 5, 5)
-    draft = jspec.Draft(eagle.eagle(head.design, grower), head.weights)
+    draft = jspec.Draft(eagle.drafter(head.design, grower), head.weights)
     out = jspec.generate(
         model, draft, [prompt], max_new_tokens=len(expected), eos_ids=()
     )

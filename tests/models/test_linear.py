@@ -7,7 +7,7 @@ import pytest
 
 from jspec import models, types
 from jspec.models import linear
-from jspec.models.linear import Rows
+from jspec.models.linear import Rows, wholes
 from jspec.testing import tiny
 
 WIDE = dict(
@@ -28,7 +28,7 @@ def test_blocks_cover_every_row_once(rows, parts, blocks):
 def test_product_of_blocks_is_that_of_the_whole(count):
     w = jax.random.normal(jax.random.key(0), (3, 4, 16, 24))
     flat = w.reshape(-1, 24)
-    rows = Rows(tuple(flat[a:b] for a, b in ((0, 50), (50, 192))), w.shape[:-1])
+    rows = Rows(w, tuple(flat[a:b] for a, b in ((0, 50), (50, 192))))
     x = jax.random.normal(jax.random.key(1), (2, count, 24))
     bias = jax.random.normal(jax.random.key(2), w.shape[:-1])
     expected = jnp.einsum("bni,acdi->bnacd", x, w) + bias
@@ -48,6 +48,13 @@ def test_loaded_weights_are_cut_and_saved_whole(tmp_path, monkeypatch):
     loaded = models.load(models.save(model, tmp_path / "a"), dtype="float32")
     layer = loaded.params.layers[0]
     assert [len(layer.mlp.gate_up.blocks), len(layer.qkv.blocks)] == [2, 2]
+    sizes = [sum(x.nbytes for x in wholes(m.params)) for m in (model, loaded)]
+    assert sizes[0] == sizes[1]
+    for product in (layer.mlp.gate_up, layer.qkv):
+        start = product.whole.unsafe_buffer_pointer()
+        assert product.blocks[0].unsafe_buffer_pointer() == start  # the same memory
+        offset = product.blocks[1].unsafe_buffer_pointer() - start
+        assert offset == product.blocks[0].nbytes
     block = types.chain(jnp.array([[1, 2, 3]]))
     for m in (model, loaded):
         cache = m.target.init_cache(1, 8, jnp.float32)

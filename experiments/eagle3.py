@@ -1,0 +1,26 @@
+"""EAGLE-3: one decoder layer that reads the target's features and drafts a tree.
+
+Runs the head at --drafter with the tree that --tree names: "dynamic" lets the head's own
+confidence decide which --nodes are verified (EAGLE-2's and -3's way), "chain" drafts
+--depth tokens in a row, sampled from the head's law where --temperature is above 0.
+
+    python experiments/eagle3.py --nodes 8 16 --depth 5 --limit 12
+"""
+
+import sys
+from collections.abc import Sequence
+
+from jspec import bench
+from jspec.heads import add_tree_arguments, tree_methods
+
+HEAD = "checkpoints/eagle3-smollm2-135m"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = bench.argument_parser(__doc__, {"drafter": HEAD})
+    add_tree_arguments(parser)
+    return bench.main(parser, tree_methods, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""One training run from names to a finished head: what ``jspec train`` does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jspec.models import Model, load
+from jspec.train import corpus, features, packing
+from jspec.train.feature_cache import cache_features
+from jspec.train.fit import fit
+from jspec.train.packing import Rows
+from jspec.train.recipes import RECIPES, Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a head is trained.
+
+    Attributes:
+      steps: updates in all.  batch: rows an update.  length: tokens a row.
+      lr: peak learning rate; warms up over ``warmup`` steps, then falls to a twentieth
+        along a cosine.  clip: of the gradient's norm.
+      every: steps between evaluations and checkpoints.
+      held: rows that are held out for evaluation.
+      cache: write the target's features to disk once, for runs of many epochs.
+      recipe: further arguments of the method's recipe.
+    """
+
+    steps: int = 2000
+    batch: int = 2
+    length: int = 512
+    lr: float = 1e-3
+    warmup: int = 30
+    clip: float = 0.5
+    every: int = 200
+    held: int = 16
+    seed: int = 0
+    cache: bool = False
+    recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def train(
+    method: str,
+    target: str | Model,
+    corpora: Sequence[str | Path],
+    out: str | Path,
+    options: Options | None = None,
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Trains a head, or goes on with the run in ``out``; returns the head's folder.
+
+    Args:
+      method: a name of ``recipes.RECIPES``.
+      target: the model the head is for.
+      corpora: files of self-generated conversations.
+      out: folder of the run; the head comes to ``out/head``.
+      options: see there.
+      say: told what is going on.
+
+    Raises:
+      ValueError: an unknown method, a corpus of another tokenizer, settings out of range
+        or other than those of the run in ``out``.
+      OSError: a file cannot be read or written.
+    """
+    if method not in RECIPES:
+        raise ValueError(
+            f"method {method!r} is not one of {', '.join(sorted(RECIPES))}"
+        )
+    options, out = options or Options(), Path(out)
+    model = load(target) if isinstance(target, str) else target
+    learn, held = corpus.split(corpus.read(corpora, model.tokenizer))
+    say(f"{len(learn.documents)} conversations, {learn.tokens} tokens to learn from")
+    recipe = RECIPES[method](model, learn, seed=options.seed, **options.recipe)
+    rows = packing.rows(learn, options.length)
+    params = fit(
+        recipe.loss,
+        recipe.params,
+        _data(model, rows, recipe, out, options, say),
+        steps=options.steps,
+        optimizer=optimizer(options),
+        out=out,
+        every=options.every,
+        evaluate=_evaluation(model, held, recipe, options),
+        seed=options.seed,
+    )
+    return recipe.save(params, out / "head")
+
+
+def optimizer(options: Options) -> optax.GradientTransformation:
+    """AdamW without decay, betas 0.9 and 0.95 as EAGLE's, clipped, on a cosine."""
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, options.lr, options.warmup, max(options.steps, 2), options.lr / 20
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(options.clip),
+        optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.0),
+    )
+
+
+def _data(model: Model, rows: Rows, recipe: Recipe, out: Path, options: Options, say):
+    if not options.cache:
+        return features.stream(
+            model.params,
+            packing.batches(rows, options.batch, options.seed),
+            target=model.target,
+            taps=recipe.taps,
+            dtype=model.dtype,
+        )
+    say(f"features of {len(rows)} rows go to {out / 'features'}")
+    cached = cache_features(
+        out / "features",
+        rows,
+        model.params,
+        target=model.target,
+        taps=recipe.taps,
+        progress=lambda done, count: say(f"features: {done} of {count} rows"),
+    )
+    return cached.batches(rows, options.batch, options.seed)
+
+
+def _evaluation(model: Model, held, recipe: Recipe, options: Options):
+    """``params -> metrics`` averaged over the held-out rows, whose features are kept."""
+    rows = packing.rows(held, options.length)
+    count = min(options.held, len(rows)) // options.batch * options.batch
+    if not count:
+        raise ValueError(
+            f"{len(rows)} held-out rows do not fill a batch of {options.batch}; use a "
+            "larger corpus or smaller batches"
+        )
+    data = features.stream(
+        model.params,
+        lambda i: rows.take(np.arange(i, i + options.batch)),
+        target=model.target,
+        taps=recipe.taps,
+        dtype=model.dtype,
+    )
+    batches: list[Rows] = []
+    key = jax.random.key(0)
+    loss = jax.jit(lambda loss, params, batch: loss(params, batch, key))
+
+    def evaluate(params) -> dict[str, float]:
+        if not batches:
+            batches.extend(data(i) for i in range(0, count, options.batch))
+        found = []
+        for batch in batches:
+            value, metrics = loss(recipe.loss, params, batch)
+            found.append(jax.device_get({**metrics, "loss": value}))
+        return {name: float(np.mean([f[name] for f in found])) for name in found[0]}
+
+    return evaluate

@@ -1,0 +1,95 @@
+"""From a corpus to a head that drafts: every recipe, with and without a break."""
+
+import numpy as np
+import pytest
+from chats import EOS, chat_tokenizer
+
+import jspec
+from jspec import cli, models
+from jspec.drafters.published_eagle import load_eagle
+from jspec.testing import tiny
+from jspec.train import metrics
+from jspec.train.corpus import Corpus, Document, read
+from jspec.train.recipes import RECIPES, vocabulary
+from jspec.train.run import Options, train
+from jspec.train.selfgen import selfgen
+
+ENDS = (EOS, *range(100, 112))
+MODEL = tiny.model(
+    seed=3,
+    tokenizer=chat_tokenizer(),
+    vocab_size=258,
+    layers=3,
+    eos_ids=ENDS,
+    max_position=128,
+)
+SMALL = dict(batch=2, length=48, warmup=3, every=10, held=2, lr=3e-3)
+OWN = {"eagle1": {}, "eagle3": {"draft_vocab": 200, "steps": 2, "taps": (0, 2, 3)}}
+
+
+@pytest.fixture(scope="module")
+def corpus_files(tmp_path_factory):
+    out = tmp_path_factory.mktemp("corpus")
+    return selfgen(MODEL, out, conversations=48, rows=8, user_cap=9, answer_cap=12)
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_a_head_learns_and_drafts(method, corpus_files, tmp_path):
+    options = Options(steps=20, **SMALL, recipe=OWN[method])
+    said = []
+    head = train(method, MODEL, corpus_files, tmp_path, options, said.append)
+    lines = metrics.read(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert lines[-1]["eval/loss"] < lines[9]["eval/loss"]
+    draft = jspec.load_drafter(head, MODEL, gamma=2)
+    prompts = [[1, 2, 3, 4], [9]]
+    ours = jspec.generate(MODEL, draft, prompts, max_new_tokens=8, eos_ids=())
+    plain = jspec.generate(MODEL, None, prompts, max_new_tokens=8, eos_ids=())
+    assert ours.tokens == plain.tokens
+
+
+def test_a_head_is_a_start(corpus_files, tmp_path):
+    options = Options(steps=2, **SMALL, recipe=OWN["eagle3"])
+    head = train("eagle3", MODEL, corpus_files, tmp_path, options)
+    started = load_eagle(head, MODEL)
+    corpus = read(corpus_files, MODEL.tokenizer)
+    recipe = RECIPES["eagle3"](MODEL, corpus, **OWN["eagle3"], start=started)
+    np.testing.assert_array_equal(recipe.params.fc, started.weights.fc)
+    assert recipe.taps == started.design.taps
+
+
+def test_the_command_trains_and_goes_on(corpus_files, tmp_path, capsys):
+    target, out = models.save(MODEL, tmp_path / "target"), tmp_path / "run"
+    words = ["train", "eagle3", "--target", str(target), "--out", str(out), "--smoke"]
+    words += ["--length", "48", "--corpus", *map(str, corpus_files)]
+    assert cli.main(words) == 0
+    first = metrics.read(out / "metrics.jsonl")
+    assert cli.main(words) == 0  # nothing is left to do
+    assert metrics.read(out / "metrics.jsonl") == first
+    assert cli.main(["inspect", str(out / "head"), "--target", str(target)]) == 0
+    said = capsys.readouterr().out
+    assert "eagle3" in said and "first guess right" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["unknown"], "method 'unknown' is not one of"),
+        (["eagle3", "--corpus", "/nowhere.npz"], "/nowhere.npz"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, corpus_files, tmp_path, capsys):
+    target = models.save(MODEL, tmp_path / "target")
+    given = ["--corpus", str(corpus_files[0]), "--target", str(target)]
+    out = ["--out", str(tmp_path / "run")]
+    assert cli.main(["train", words[0], *given, *out, *words[1:]]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_vocabulary_is_the_most_frequent_ids_of_answers():
+    mask = np.array([False, True, True, True, True])
+    corpus = Corpus([Document(np.array([7, 5, 5, 2, 9]), mask)], "t", "")
+    assert vocabulary(corpus, 2, 10).tolist() == [2, 5]
+    assert vocabulary(corpus, 4, 10).tolist() == [0, 2, 5, 9]
+    with pytest.raises(ValueError, match="draft vocabulary of 11"):
+        vocabulary(corpus, 11, 10)
