@@ -3,6 +3,8 @@
 A target's own checkpoint holds them beside the target (DeepSeek-V3, GLM-4.5, Qwen3-Next,
 Qwen3.5, MiMo); the speculators library keeps a module in a folder of its own. Embedding
 and head are the target's in all of them, and copies that a folder holds are not read.
+Modules read the target's hidden state after its last norm, as servers feed them; one that
+was trained on the state before it has ``(layers,)`` for the taps of its design.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from jspec.drafters.published_eagle import target_head
 from jspec.models import Model, names
 from jspec.models.config import Config
 from jspec.models.hf import config_from_hf, config_to_hf
+from jspec.models.hf_experts import need
 from jspec.models.hf_families import GATED, mtp_layers
 from jspec.models.names import Place
 
@@ -114,16 +117,18 @@ def load_mtp(folder: str | Path, target: Model) -> Modules:
     hf = tensors.read_config(folder)
     if "speculators_model_type" in hf:
         layout, count, depth = SPECULATORS, hf.get("num_nextn_predict_layers", 1), 0
-        hf = {"model_type": "qwen2"} | hf["transformer_layer_config"]
+        hf = {"model_type": "qwen2"} | (hf.get("transformer_layer_config") or {})
     else:
         hf = _text(hf)
         layout, count = _own_layout(folder, hf)
-        depth = int(hf["num_hidden_layers"])
+        depth = need(hf, "num_hidden_layers")
     design = mtp.design_of(_layer_config(hf), layout.first)
     _check_target(folder, design, target)
     places = [_places(design, layout, depth, module) for module in range(count)]
-    found = tensors.read_tensors(folder, _prefixes(layout, depth, count))
-    found = {key: x for key, x in found.items() if not _COPIES.fullmatch(key)}
+    starts = _prefixes(layout, depth, count)
+    found = tensors.read_tensors(
+        folder, lambda key: key.startswith(starts) and not _COPIES.fullmatch(key)
+    )
     if not any(".mlp.experts.0." in key for key in found):
         places = [_fused_experts(table) for table in places]
     shapes = {key: place.shape for table in places for key, place in table.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jspec.models import names, tensorfile
 from jspec.models.load import weight_files
 from jspec.models.names import Place
 
+Wanted = Callable[[str], bool]
 _IGNORED_END = ("rotary_emb.inv_freq",)
 
 
@@ -31,8 +33,8 @@ def read_config(folder: Path) -> dict:
         raise ValueError(f"{file} is not valid JSON ({error})") from error
 
 
-def read_tensors(folder: Path, start: tuple[str, ...] = ("",)) -> dict:
-    """The tensors of a folder whose names begin with one of ``start``.
+def read_tensors(folder: Path, wanted: Wanted = lambda name: True) -> dict:
+    """The tensors of a folder whose names are ``wanted``.
 
     They lie in safetensors, or in ``pytorch_model.bin`` if torch is there. Floats come as
     float32, the rest as stored. Heads are small: they are read whole.
@@ -44,7 +46,7 @@ def read_tensors(folder: Path, start: tuple[str, ...] = ("",)) -> dict:
     pickled = folder / "pytorch_model.bin"
     if (folder / "model.safetensors").is_file() or not pickled.is_file():
         files = weight_files(folder)
-        return {k: x for file in files for k, x in _safetensors(file, start).items()}
+        return {k: x for file in files for k, x in _safetensors(file, wanted).items()}
     try:
         import torch
     except ImportError as error:
@@ -56,14 +58,14 @@ def read_tensors(folder: Path, start: tuple[str, ...] = ("",)) -> dict:
     return {
         name: (t.float() if t.is_floating_point() else t).numpy()
         for name, t in state.items()
-        if name.startswith(start)
+        if wanted(name)
     }
 
 
-def _safetensors(file: Path, start: tuple[str, ...]) -> dict[str, np.ndarray]:
+def _safetensors(file: Path, wanted: Wanted) -> dict[str, np.ndarray]:
     found = {}
     for name, stored in tensorfile.index(file).items():
-        if not name.startswith(start):
+        if not wanted(name):
             continue
         if stored.dtype.startswith(("F", "BF")):
             found[name] = np.empty(stored.shape, np.float32)
