@@ -6,8 +6,8 @@ stored, so rolling back is simply the slice that is kept.
 
 Layout (private to this file, the attention kernels and the models that call them): per
 layer, keys ``[B, K, D, S]`` and values ``[B, K, S, D]``, or one array ``[B, 1, S, R]`` of
-latents that are both. Layers are a tuple, not an axis: slicing one layer out of
-a stacked array copies it.
+latents that are both. Layers are a tuple, not an axis: slicing one layer out of a
+stacked array copies it.
 """
 
 from __future__ import annotations

@@ -378,6 +378,11 @@ def test_from_config_reads_the_names_of_a_config():
     small = ModelCost.from_config(config, bytes_per_weight=0.625, bytes_per_cache=4)
     assert small.weight_bytes == 134_515_008 * 0.625
     assert small.kv_bytes_per_token == 2 * SMOL.kv_bytes_per_token
+    for name in ("experts", "latent"):
+        setattr(config, name, "there")
+        with pytest.raises(ValueError, match=f"{name} = there"):
+            ModelCost.from_config(config)
+        setattr(config, name, None)
 
 
 def test_step_cost_is_the_list_of_products():

@@ -84,11 +84,11 @@ def target(config: Config) -> Target:
 def _init_cache(
     config: Config, batch: int, slots: int, dtype=jnp.float32
 ) -> LatentCache:
-    dim = latent(config).rank + latent(config).rope_dim
+    dim = latent_sizes(config).rank + latent_sizes(config).rope_dim
     return kv_cache.init_latent(config.layers, batch, dim, slots, dtype)
 
 
-def latent(config: Config) -> Latent:
+def latent_sizes(config: Config) -> Latent:
     """The sizes of latent attention.
 
     Raises:
@@ -117,7 +117,7 @@ def score(
     """
     mask = tree.ancestors(block.parent)
     position = cache.length[:, None] + tree.depth(mask)
-    turn = rope.turns(config.ropes[0], latent(config).rope_dim, position)
+    turn = rope.turns(config.ropes[0], latent_sizes(config).rope_dim, position)
 
     x = params.embed[block.token]
     streams, own = {0: x}, []
@@ -156,7 +156,7 @@ def attend(
     Returns:
       ``(a [B, N, M], c [B, N, 1, R + Dr])`` with the block's own latents.
     """
-    sizes, (stored, length) = latent(config), cached
+    sizes, (stored, length) = latent_sizes(config), cached
     key_up, value_up = (
         layer.kv_b[:, : sizes.plain_dim],
         layer.kv_b[:, sizes.plain_dim :],
@@ -186,7 +186,7 @@ def _queries(config: Config, layer: Layer, h: Array) -> Array:
 
 def _own_latents(config: Config, layer: Layer, h: Array, turn: rope.Turns) -> Array:
     """``[B, N, 1, R + Dr]``: what the cache stores of the block's tokens."""
-    sizes = latent(config)
+    sizes = latent_sizes(config)
     both = linear(h, layer.kv_a, layer.kv_a_bias)[:, :, None]
     c = _latent_norm(both[..., : sizes.rank], layer.kv_a_norm, config)
     return jnp.concatenate([c, _rotate(both[..., sizes.rank :], turn, sizes)], -1)
@@ -208,7 +208,7 @@ def _rotate(x: Array, turn: rope.Turns, sizes: Latent) -> Array:
 
 def init(config: Config, key: Array, dtype=jnp.float32, scale: float = 0.02) -> Weights:
     """Random weights (normal, ``scale``; norms at 1)."""
-    sizes, hidden, heads = latent(config), config.hidden, config.heads
+    sizes, hidden, heads = latent_sizes(config), config.hidden, config.heads
     rotated = sizes.rank + sizes.rope_dim
 
     def normal(key, *shape):

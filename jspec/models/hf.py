@@ -69,8 +69,8 @@ def config_from_hf(hf: dict) -> Config:
     """A transformers config dict (``config.json``) as a ``Config``.
 
     Model types: llama, mistral, qwen2, qwen3, qwen3_moe, deepseek_v2, deepseek_v3,
-    gemma3_text, and gemma3 (its ``text_config``). Both rope layouts are read: ``rope_parameters`` (transformers 5)
-    and ``rope_theta`` with ``rope_scaling`` (4).
+    gemma3_text, and gemma3 (its ``text_config``). Both rope layouts are read:
+    ``rope_parameters`` (transformers 5) and ``rope_theta`` with ``rope_scaling`` (4).
 
     Raises:
       ValueError: a missing size, or a key whose value is not supported; the message

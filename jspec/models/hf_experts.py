@@ -109,13 +109,14 @@ def latent_from_hf(hf: dict) -> Latent | None:
     if "q_lora_rank" not in hf:
         raise ValueError("config lacks the key q_lora_rank (null for no query latent)")
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    v2 = hf["model_type"] == "deepseek_v2"
     return Latent(
         rank=need(hf, "kv_lora_rank"),
         query_rank=hf["q_lora_rank"],
         plain_dim=need(hf, "qk_nope_head_dim"),
         rope_dim=need(hf, "qk_rope_head_dim"),
         value_dim=need(hf, "v_head_dim"),
-        interleave=bool(hf.get("rope_interleave", True)),
+        interleave=v2 or bool(hf.get("rope_interleave", True)),
         mscale_all_dim=float(rope.get("mscale_all_dim") or 0),
     )
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jspec.models import deepseek, transformer
 from jspec.models.config import Config, Experts
-from jspec.models.deepseek import latent
+from jspec.models.deepseek import latent_sizes
 from jspec.models.mlp import Mlp
 from jspec.models.moe import Moe
 from jspec.models.transformer import Weights
@@ -163,7 +163,7 @@ def _attention(config: Config) -> dict[str, Stem]:
 
 
 def _latent(config: Config) -> dict[str, Stem]:
-    sizes, hidden, heads = latent(config), config.hidden, config.heads
+    sizes, hidden, heads = latent_sizes(config), config.hidden, config.heads
     low, bias = sizes.query_rank, config.qkv_bias
     q = (heads, config.head_dim, low or hidden)
     kv_b = (heads, sizes.plain_dim + sizes.value_dim, sizes.rank)

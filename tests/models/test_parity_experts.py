@@ -47,7 +47,7 @@ VARIANTS = {
     "v3-all-groups": ("deepseek_v3", {"topk_group": 4}, {}),
     "v3-not-normalised": ("deepseek_v3", {"norm_topk_prob": False}, {}),
     "v3-scale": ("deepseek_v3", {"routed_scaling_factor": 1.5}, {}),
-    "v3-all-dense": ("deepseek_v3", {"first_k_dense_replace": 3}, None),
+    "v3-all-dense": ("deepseek_v3", {"first_k_dense_replace": 2}, None),
     "v3-none-dense": ("deepseek_v3", {"first_k_dense_replace": 0}, None),
     "v3-halves-rotate": ("deepseek_v3", {"rope_interleave": False}, {}),
     "v3-bias": ("deepseek_v3", {"attention_bias": True}, None),
@@ -84,14 +84,15 @@ def gap(a, b):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant(name, tmp_path):
     family, changes, other = VARIANTS[name]
-    hf = oracle.build(family, **changes)
+    small = {"num_hidden_layers": 2, "max_position_embeddings": 64}
+    hf = oracle.build(family, **small, **changes)
     model = models.load(oracle.save(hf, tmp_path))
     ids = oracle.tokens(T)
     expected = oracle.hf_logits(hf, ids)
     assert np.abs(expected).max() > 1
     assert gap(oracle.logits(model, ids, CHUNKS), expected) < TOLERANCE
     if other is not None:  # the same weights mean something else without the setting
-        rest = oracle.build(family, **other)
+        rest = oracle.build(family, **small, **other)
         assert gap(oracle.hf_logits(rest, ids), expected) > 0.01
     back = config_to_hf(model.config)
     assert config_from_hf(back) == model.config
@@ -354,6 +355,11 @@ def test_unsupported_config_is_refused_by_name(family, change, message):
     config_from_hf(hf)
     with pytest.raises(ValueError, match=message):
         config_from_hf(hf | change)
+
+
+def test_v2_always_rotates_neighbours():
+    hf = oracle.BASE | {"model_type": "deepseek_v2"} | oracle.FAMILIES["deepseek_v2"]
+    assert config_from_hf(hf | {"rope_interleave": False}).latent.interleave
 
 
 def test_query_latent_must_be_said():
