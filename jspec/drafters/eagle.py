@@ -12,18 +12,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
 
-from jspec import cache as kv_cache
-from jspec.cache import KV, KVCache
+from jspec.drafters import layers
 from jspec.drafters.growth import Grower
+from jspec.drafters.layers import Attention
 from jspec.drafters.recurrent import Net, recurrent
-from jspec.models import rope
 from jspec.models.config import Config
 from jspec.models.linear import Rows, linear
-from jspec.models.transformer import Layer, attend, mlp, rms_norm
+from jspec.models.transformer import Layer, mlp, rms_norm
 from jspec.types import Array, Drafter
 
 
@@ -52,10 +52,6 @@ class Weights:
     hidden_norm: Array | None = None
     final_norm: Array | None = None
     to_target: Array | None = None
-
-
-# (i, normalised input) -> output of the attention of layer i
-Attention = Callable[[int, Array], Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,51 +139,28 @@ def logits(design: Design, params: Weights, out: Array) -> Array:
 def step(
     design: Design,
     params: Weights,
-    cache: KVCache,
+    cache,
     token: Array,
     hidden: Array,
     mask: Array,
     depth: Array,
-    before: KV | None,
-) -> tuple[Array, KV]:
+    before,
+) -> tuple[Array, Any]:
     """``Net.step``: pairs over the cache, over earlier rows and over one another."""
-    config = design.config
     position = cache.length[:, None] + depth
-    turns = {r: rope.turns(r, config.head_dim, position) for r in set(config.ropes)}
-    ks, vs = [], []
-
-    def attention(i: int, h: Array) -> Array:
-        a, k, v = attend(
-            params.layers[i],
-            h,
-            (cache.k[i], cache.v[i], cache.length),
-            mask,
-            turns[config.ropes[i]],
-            config=config,
-            window=config.windows[i],
-            before=None if before is None else (before.k[i], before.v[i]),
-        )
-        ks.append(k)
-        vs.append(v)
-        return a
-
+    attention, own = layers.attention(
+        design.config, params.layers, cache, mask, position, before
+    )
     out = body(design, params, params.embed[token], hidden, attention)
-    return out, KV(tuple(ks), tuple(vs))
+    return out, own()
 
 
 @functools.cache
 def net(design: Design) -> Net:
     """The head as a network that extends paths."""
-    config = design.config
-
-    def init_cache(batch: int, slots: int, dtype) -> KVCache:
-        return kv_cache.init(
-            config.layers, batch, config.kv_heads, config.head_dim, slots, dtype
-        )
-
     return Net(
         taps=design.taps,
-        init_cache=init_cache,
+        init_cache=functools.partial(layers.init_cache, design.config),
         fuse=functools.partial(design.read, design),
         step=functools.partial(step, design),
         feed=functools.partial(feed, design),

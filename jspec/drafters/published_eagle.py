@@ -18,9 +18,7 @@ from jspec.drafters.eagle import Design, Weights
 from jspec.models import Model, names
 from jspec.models.config import Config
 from jspec.models.hf import config_from_hf, config_to_hf
-from jspec.models.mlp import Mlp
 from jspec.models.names import Place
-from jspec.models.transformer import Layer
 
 OFFICIAL, SPECULATORS = "official", "speculators"
 
@@ -92,11 +90,7 @@ def save_eagle(
       ValueError: a layout that cannot say what the head is.
     """
     design, weights = head.design, head.weights
-    table = _table(design, head.layout)
-    arrays = {}
-    for key, place in table.items():
-        array = np.asarray(names.lookup(weights, place.path))
-        arrays[key] = array[place.index].reshape(place.shape)
+    arrays = tensors.parts(_table(design, head.layout), weights)
     if design.first is eagle.eagle3:
         arrays["lm_head.weight"] = np.asarray(weights.head)
     if embedding or head.layout == SPECULATORS:
@@ -219,36 +213,32 @@ def _speculators_config(head: Head, layers: dict, draft_size: int) -> dict:
 
 
 def _table(design: Design, layout: str) -> dict[str, Place]:
-    """Key -> place in ``Weights`` of everything in the layers, and the last norm."""
+    """Key -> place in ``Weights`` of everything trained but fc, its norm and the head."""
     config, wide = design.config, design.first is eagle.eagle3
-    width = (config.hidden,)
+    width = config.hidden
     table: dict[str, Place] = {}
     for i in range(config.layers):
-        first = wide and i == 0
-        prefix = "midlayer." if first and layout == OFFICIAL else f"layers.{i}."
-        for key, place in names.layer_places(config, i).items():
-            if i == 0 and key == "input_layernorm.weight":
+        prefix = f"layers.{i}."
+        if wide and i == 0 and layout == OFFICIAL:
+            prefix = "midlayer."
+        for name, place in names.of_layer(config, i).items():
+            if i == 0 and name == "input_layernorm.weight":
                 continue  # EAGLE-1 has none, EAGLE-3's norms the embedding
-            if first and key.endswith(
-                ("q_proj.weight", "k_proj.weight", "v_proj.weight")
-            ):
-                place = place._replace(
-                    shape=(place.shape[0], 2 * config.hidden),
-                    array=(*place.array[:-1], 2 * config.hidden),
+            if i == 0 and wide and place.path[-1] == "qkv":
+                shape, array = (
+                    (*x[:-1], 2 * width) for x in (place.shape, place.array)
                 )
-            table[prefix + key] = place
-        if first:
-            for key, field in _FIRST_NORMS.items():
-                table[prefix + key] = Place((field,), (), width, width)
+                place = place._replace(shape=shape, array=array)
+            table[f"{prefix}{name}"] = place
+        if wide and i == 0:
+            for name, field in _FIRST_NORMS.items():
+                table[f"{prefix}{name}.weight"] = names.whole((field,), (width,))
     if wide:
-        table["norm.weight"] = Place(("final_norm",), (), width, width)
+        table["norm.weight"] = names.whole(("final_norm",), (width,))
     return table
 
 
-_FIRST_NORMS = {
-    "input_layernorm.weight": "embed_norm",
-    "hidden_norm.weight": "hidden_norm",
-}
+_FIRST_NORMS = {"input_layernorm": "embed_norm", "hidden_norm": "hidden_norm"}
 
 
 def _shapes(design: Design, layout: str, found: dict, target: Model):
@@ -282,18 +272,9 @@ def _weights(
 ) -> Weights:
     dtype = target.dtype
     wide = design.first is eagle.eagle3
-    host: dict[names.Path, np.ndarray] = {}
-    for key, place in _table(design, layout).items():
-        array = host.setdefault(place.path, np.empty(place.array, np.float32))
-        array[place.index] = kept[key].reshape(array[place.index].shape)
-    top = {p[0]: jnp.asarray(a, dtype) for p, a in host.items() if len(p) == 1}
-    layers: list[dict[str, Any]] = [{} for _ in range(design.config.layers)]
-    for path, array in host.items():
-        if len(path) > 1:
-            fields = layers[path[1]]
-            for step in path[2:-1]:
-                fields = fields.setdefault(step, {})
-            fields[path[-1]] = jnp.asarray(array, dtype)
+    top = names.nested(tensors.fused(_table(design, layout), kept, dtype))
+    layers = top.pop("layers")
+    layers[0]["attn_norm"] = None
 
     def optional(key: str):
         return jnp.asarray(kept[key], dtype) if key in kept else None
@@ -311,10 +292,7 @@ def _weights(
     head = optional("lm_head.weight") if wide else None
     return Weights(
         embed=target.params.embed if embed is None else embed,
-        layers=tuple(
-            Layer(**({"attn_norm": None} | fields | {"mlp": Mlp(**fields["mlp"])}))
-            for fields in layers
-        ),
+        layers=tuple(names.layer_of(design.config, layers[i]) for i in sorted(layers)),
         head=target_head(target, ids) if head is None else head,
         fc=optional("fc.weight"),
         fc_bias=optional("fc.bias"),

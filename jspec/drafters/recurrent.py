@@ -20,7 +20,7 @@ from jax import lax
 
 from jspec.cache import KV
 from jspec.decode import emitted_tokens
-from jspec.drafters.growth import Grower
+from jspec.drafters.growth import Grower, Grown
 from jspec.types import Array, Block, Context, Drafter, DraftShape, Feedback, Law
 
 
@@ -83,7 +83,11 @@ def recurrent(net: Net, grower: Grower, chunk: int = 64, dtype=jnp.float32) -> D
     depth = grower.depth
 
     def init(params, context: Context) -> State:
-        return _read_prompt(net, params, context, depth + 1, chunk, dtype)
+        start = _empty(net, params, context, room(context, depth, chunk), dtype)
+        feed = functools.partial(_feed_pairs, net, params)
+        state = read_prompt(feed, start, context, chunk)
+        slots = context.tokens.shape[1] + depth + 1
+        return dataclasses.replace(state, cache=state.cache.crop(slots))
 
     def propose(params, state: State, key: Array, context: Context):
         to_target = net.to_target(params)
@@ -96,19 +100,10 @@ def recurrent(net: Net, grower: Grower, chunk: int = 64, dtype=jnp.float32) -> D
             key,
             context.sampling,
         )
-        last = jnp.maximum(context.length - 1, 0)[:, None]
-        pending = jnp.take_along_axis(context.tokens, last, axis=1)
-        # Without a feature, after a prompt of one token, there is nothing to go by.
-        live = grown.live & (state.cache.length > 0)[:, None]
-        return _block(pending, grown, live, to_target, grower), state
+        return block(context, grown, state.cache.length, to_target, grower), state
 
     def update(params, state: State, feedback: Feedback) -> State:
-        verdict = feedback.verdict
-        count = verdict.n_accept + 1
-        node = jnp.maximum(verdict.path, 0)
-        features = jnp.take_along_axis(feedback.features, node[..., None], axis=1)
-        token = emitted_tokens(feedback.block, verdict)
-        return _feed_pairs(net, params, state, features, token, count)
+        return _feed_pairs(net, params, state, *accepted_pairs(feedback))
 
     shape = DraftShape(
         grower.nodes, depth, net.taps, dense=grower.dense, widths=grower.widths
@@ -132,32 +127,55 @@ def _feed_pairs(net: Net, params, state: State, features, token, count) -> State
     )
 
 
-def _read_prompt(
-    net: Net, params, context: Context, slack: int, chunk: int, dtype
-) -> State:
-    """Feeds the pairs of the prompt, chunk by chunk: all tokens but the first."""
-    batch, width = context.tokens.shape
+def accepted_pairs(feedback: Feedback) -> tuple[Array, Array, Array]:
+    """The true pairs of a round: features ``[B, P, F]``, tokens ``[B, P]``, ``count [B]``."""
+    verdict = feedback.verdict
+    node = jnp.maximum(verdict.path, 0)
+    features: Any = feedback.features
+    features = jnp.take_along_axis(features, node[..., None], axis=1)
+    return features, emitted_tokens(feedback.block, verdict), verdict.n_accept + 1
+
+
+def room(context: Context, depth: int, chunk: int) -> int:
+    """Slots that a cache needs while the prompt is read, and for a path of drafts."""
+    width = context.tokens.shape[1]
+    return width + -width % chunk + max(depth + 1, chunk)
+
+
+def _empty(net: Net, params, context: Context, slots: int, dtype) -> State:
+    """The state before the first pair."""
+    batch = context.tokens.shape[0]
+    cache = net.init_cache(batch, slots, dtype)
+    token = context.tokens[:, :1]
+    hidden = net.fuse(params, context.features[:, :1])
+    one = jnp.ones((batch, 1, 1), bool)
+    out, _ = jax.eval_shape(net.step, params, cache, token, hidden, one, token, None)
+    return State(cache, jnp.zeros((batch, out.shape[-1]), out.dtype))
+
+
+def read_prompt(feed: Callable, start: Any, context: Context, chunk: int) -> Any:
+    """Feeds the pairs of the prompt, chunk by chunk: all tokens but the first.
+
+    Args:
+      feed: ``(state, features, token, count) -> state``, the first ``count [B]`` pairs of
+        a chunk.
+      start: a state whose ``cache`` has ``room``.
+    """
+    width = context.tokens.shape[1]
     pad = -width % chunk
-    features = jnp.pad(context.features, ((0, 0), (0, pad), (0, 0)))
+    features: Any = context.features
+    features = jnp.pad(features, ((0, 0), (0, pad), (0, 0)))
     token = jnp.pad(jnp.roll(context.tokens, -1, 1), ((0, 0), (0, pad)))
     pairs = context.length - 1
 
     def part(x, i):
         return lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=1)
 
-    def feed(i, state: State) -> State:
+    def feed_chunk(i, state: Any) -> Any:
         count = jnp.clip(pairs - i * chunk, 0, chunk)
-        return _feed_pairs(net, params, state, part(features, i), part(token, i), count)
+        return feed(state, part(features, i), part(token, i), count)
 
-    cache = net.init_cache(batch, width + pad + max(slack, chunk), dtype)
-    hidden = net.fuse(params, features[:, :1])
-    one = jnp.ones((batch, 1, 1), bool)
-    out, _ = jax.eval_shape(
-        net.step, params, cache, token[:, :1], hidden, one, token[:, :1], None
-    )
-    start = State(cache, jnp.zeros((batch, out.shape[-1]), out.dtype))
-    state = lax.fori_loop(0, (jnp.max(pairs) + chunk - 1) // chunk, feed, start)
-    return dataclasses.replace(state, cache=state.cache.crop(width + slack))
+    return lax.fori_loop(0, (jnp.max(pairs) + chunk - 1) // chunk, feed_chunk, start)
 
 
 def _extend(net: Net, params, cache, to_target, at: _At, token: Array, row: Array):
@@ -178,8 +196,14 @@ def _extend(net: Net, params, cache, to_target, at: _At, token: Array, row: Arra
     return net.logits(params, out), _At(out, mask, rows, at.level + 1)
 
 
-def _block(pending: Array, grown, live, to_target, grower: Grower) -> Block:
-    """Puts the root in front and names target ids."""
+def block(
+    context: Context, grown: Grown, pairs: Array, to_target, grower: Grower
+) -> Block:
+    """Puts the root in front and names target ids; ``pairs [B]`` are committed."""
+    last = jnp.maximum(context.length - 1, 0)[:, None]
+    pending = jnp.take_along_axis(context.tokens, last, axis=1)
+    # Without a feature, after a prompt of one token, there is nothing to go by.
+    live = grown.live & (pairs > 0)[:, None]
     token = grown.token if to_target is None else to_target[grown.token]
     root = jnp.ones_like(pending, bool)
     return Block(

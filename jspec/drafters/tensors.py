@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
-from jspec.models import tensorfile
+from jspec.models import names, tensorfile
+from jspec.models.load import weight_files
+from jspec.models.names import Place
 
 _IGNORED_END = ("rotary_emb.inv_freq",)
 
@@ -29,21 +31,20 @@ def read_config(folder: Path) -> dict:
         raise ValueError(f"{file} is not valid JSON ({error})") from error
 
 
-def read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    """All tensors of ``model.safetensors``, or of ``pytorch_model.bin`` if torch is there.
+def read_tensors(folder: Path, start: tuple[str, ...] = ("",)) -> dict:
+    """The tensors of a folder whose names begin with one of ``start``.
 
-    Floats come as float32, the rest as stored. Heads are small: they are read whole.
+    They lie in safetensors, or in ``pytorch_model.bin`` if torch is there. Floats come as
+    float32, the rest as stored. Heads are small: they are read whole.
 
     Raises:
       FileNotFoundError: neither file is there.
       ValueError: a damaged file, or a ``.bin`` without torch to read it.
     """
-    file = folder / "model.safetensors"
-    if file.is_file():
-        return _safetensors(file)
     pickled = folder / "pytorch_model.bin"
-    if not pickled.is_file():
-        raise FileNotFoundError(f"there is no model.safetensors in {folder}")
+    if (folder / "model.safetensors").is_file() or not pickled.is_file():
+        files = weight_files(folder)
+        return {k: x for file in files for k, x in _safetensors(file, start).items()}
     try:
         import torch
     except ImportError as error:
@@ -55,13 +56,16 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     return {
         name: (t.float() if t.is_floating_point() else t).numpy()
         for name, t in state.items()
+        if name.startswith(start)
     }
 
 
-def _safetensors(file: Path) -> dict[str, np.ndarray]:
+def _safetensors(file: Path, start: tuple[str, ...]) -> dict[str, np.ndarray]:
     found = {}
     for name, stored in tensorfile.index(file).items():
-        if stored.dtype in tensorfile.DTYPES:
+        if not name.startswith(start):
+            continue
+        if stored.dtype.startswith(("F", "BF")):
             found[name] = np.empty(stored.shape, np.float32)
             tensorfile.read(name, stored, found[name])
         else:  # id maps
@@ -100,6 +104,34 @@ def take(
     if wrong:
         raise ValueError(f"{folder}: {'; '.join(wrong)}")
     return {name: tensors[name] for name in shapes if name in tensors}
+
+
+def fused(table: dict[str, Place], kept: dict[str, np.ndarray], dtype) -> dict:
+    """The arrays that ``table`` puts the tensors ``kept`` into, by path, on the device.
+
+    What ``names.FLOAT32`` lists stays float32.
+    """
+    host: dict[names.Path, np.ndarray] = {}
+    for key, place in table.items():
+        if place.path not in host:
+            host[place.path] = np.empty(place.array, np.float32)
+        view = host[place.path][place.index]
+        host[place.path][place.index] = kept[key].reshape(view.shape)
+
+    def on_device(path: names.Path, array: np.ndarray) -> jnp.ndarray:
+        wide = path[-1] in names.FLOAT32
+        return jnp.asarray(array, jnp.float32 if wide else dtype)
+
+    return {path: on_device(path, array) for path, array in host.items()}
+
+
+def parts(table: dict[str, Place], weights) -> dict[str, np.ndarray]:
+    """The tensors of ``table`` out of the arrays of ``weights``."""
+    arrays = {p.path: np.asarray(names.lookup(weights, p.path)) for p in table.values()}
+    return {
+        key: arrays[place.path][place.index].reshape(place.shape)
+        for key, place in table.items()
+    }
 
 
 def draft_ids(
@@ -142,8 +174,3 @@ def write(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
     specs = {name: (t.shape, t.dtype) for name, t in tensors.items()}
     tensorfile.write(folder / "model.safetensors", specs, lambda name: tensors[name])
     return folder
-
-
-def on_device(array: np.ndarray, dtype) -> jnp.ndarray:
-    """A weight on the default device."""
-    return jnp.asarray(array, dtype)

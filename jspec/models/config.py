@@ -18,6 +18,7 @@ class Rope:
       original: context length before scaling (dynamic, llama3, yarn).
       low_freq, high_freq: llama3 only.
       beta_fast, beta_slow, attention_factor, truncate: yarn only.
+      fraction: share of a head that is rotated, from its beginning.
     """
 
     theta: float = 10000.0
@@ -30,6 +31,7 @@ class Rope:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    fraction: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Experts:
         a group is as good as its two best experts together (DeepSeek-V3). If not, a
         group is as good as its best expert (DeepSeek-V2).
       shared: experts that every token is sent to, stored as one MLP.
+      shared_gate: their output is multiplied by the sigmoid of a product of its own.
       dense_layers: ids of the layers that have an ordinary MLP instead.
     """
 
@@ -62,6 +65,7 @@ class Experts:
     groups_kept: int = 1
     corrected: bool = False
     shared: int = 0
+    shared_gate: bool = False
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self):
@@ -112,7 +116,7 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A Llama, SmolLM2, Mistral, Qwen2, Qwen3, Gemma 3 or DeepSeek text model.
+    """A Llama, SmolLM2, Mistral, Qwen, GLM, MiMo, Gemma 3 or DeepSeek text model.
 
     Attributes:
       family: transformers' ``model_type``.
@@ -123,6 +127,7 @@ class Config:
       tie_embeddings: the head is the embedding.
       qkv_bias, out_bias, mlp_bias: which products carry a bias.
       qk_norm: RMSNorm on every query and key head.
+      gated: a query head comes with a gate, whose sigmoid multiplies the head's output.
       sandwich_norm: norms after attention and MLP too (Gemma).
       embed_scale: factor on the embedding (Gemma: sqrt(hidden)).
       query_scale: factor on ``q . k``.
@@ -153,6 +158,7 @@ class Config:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    gated: bool = False
     sandwich_norm: bool = False
     embed_scale: float = 1.0
     query_scale: float = 1.0

@@ -28,7 +28,7 @@ from jspec.cache import LatentCache
 from jspec.models import moe, rope
 from jspec.models.config import Config, Latent
 from jspec.models.latent import latent_attention
-from jspec.models.linear import linear
+from jspec.models.linear import Rows, linear
 from jspec.models.mlp import Mlp
 from jspec.models.transformer import Weights, mlp, readout, rms_norm
 from jspec.types import Array, Block, Scores, Target
@@ -60,7 +60,7 @@ class Layer:
     kv_a: Array
     kv_a_norm: Array
     kv_b: Array
-    out: Array
+    out: Array | Rows
     mlp: Mlp | moe.Moe
     attn_norm: Array
     mlp_norm: Array
@@ -143,7 +143,14 @@ def decoder_layer(layer: Layer, x, cached, mask, turn, *, config: Config):
 
 
 def attend(
-    layer: Layer, h, cached, mask, turn, *, config: Config
+    layer: Layer,
+    h,
+    cached,
+    mask,
+    turn,
+    *,
+    config: Config,
+    before: Array | None = None,
 ) -> tuple[Array, Array]:
     """Latent attention of a block and its output product.
 
@@ -152,6 +159,8 @@ def attend(
       cached: latents ``[B, 1, S, R + Dr]`` and ``length [B]``.
       mask: as in ``latent_attention``.  turn: from ``rope.turns``.
       config: static.
+      before: latents ``[B, R, 1, R + Dr]`` of block rows scored earlier, which are the
+        first columns of ``mask [B, N, R + N]``.
 
     Returns:
       ``(a [B, N, M], c [B, N, 1, R + Dr])`` with the block's own latents.
@@ -166,8 +175,9 @@ def attend(
     absorbed = jnp.einsum("bnhd,hdr->bnhr", plain, key_up)
     q = jnp.concatenate([absorbed, _rotate(turned, turn, sizes)], -1)
     c = _own_latents(config, layer, h, turn).astype(stored.dtype)
+    rows = c if before is None else jnp.concatenate([before, c], 1)
     scale = config.query_scale
-    mixed = latent_attention(q, stored, length, c, mask, scale=scale).astype(h.dtype)
+    mixed = latent_attention(q, stored, length, rows, mask, scale=scale).astype(h.dtype)
     # The rotated part was mixed too: leaving it out would have copied the cache.
     values = jnp.einsum("bnhr,hvr->bnhv", mixed[..., : sizes.rank], value_up)
     a = linear(values.reshape(*h.shape[:2], -1), layer.out, layer.out_bias)

@@ -12,6 +12,7 @@ from typing import Any
 from jspec.models import hf_experts
 from jspec.models.config import Config
 from jspec.models.hf_experts import DEEPSEEK, need
+from jspec.models.hf_families import GATED, ROTATED, mtp_layers
 from jspec.models.hf_rope import rope_to_hf, ropes_from_hf, unsupported
 from jspec.models.hf_windows import kind, layer_kinds, windows
 
@@ -63,13 +64,16 @@ _EXPERTS = (
     "num_experts_per_tok",
 )
 _LATENT = ("kv_lora_rank",)
+_QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text", *GATED)
+_NO_OUT_BIAS = ("qwen2", "mistral", "mimo", "glm4_moe")
 
 
 def config_from_hf(hf: dict) -> Config:
     """A transformers config dict (``config.json``) as a ``Config``.
 
     Model types: llama, mistral, qwen2, qwen3, qwen3_moe, deepseek_v2, deepseek_v3,
-    gemma3_text, and gemma3 (its ``text_config``). Both rope layouts are read:
+    glm4_moe, mimo, gemma3_text, and gemma3 (its ``text_config``); qwen3_next, qwen3_5_text
+    and qwen3_5_moe_text when all layers have full attention. Both rope layouts are read:
     ``rope_parameters`` (transformers 5) and ``rope_theta`` with ``rope_scaling`` (4).
 
     Raises:
@@ -92,7 +96,7 @@ def config_from_hf(hf: dict) -> Config:
     if latent is not None:
         head_dim = latent.plain_dim + latent.rope_dim
     bias = bool(hf.get("attention_bias"))
-    gemma = family == "gemma3_text"
+    gemma, glm = family == "gemma3_text", family == "glm4_moe"
     kinds = layer_kinds(hf, family, layers)
     scalar = float(hf["query_pre_attn_scalar"]) if gemma else head_dim
     ropes = ropes_from_hf(hf, kinds)
@@ -107,13 +111,14 @@ def config_from_hf(hf: dict) -> Config:
         head_dim=head_dim,
         intermediate=need(hf, "intermediate_size"),
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-        zero_centred=gemma,
+        zero_centred=gemma or family in GATED,
         activation=_activation(hf),
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2" or (bias and family != "mistral"),
-        out_bias=bias and family not in ("qwen2", "mistral"),
+        out_bias=bias and family not in _NO_OUT_BIAS,
         mlp_bias=bool(hf.get("mlp_bias")) and family == "llama",
-        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+        qk_norm=family in _QK_NORM or (glm and bool(hf.get("use_qk_norm"))),
+        gated=family in GATED,
         sandwich_norm=gemma,
         embed_scale=hidden**0.5 if gemma else 1.0,
         query_scale=scale,
@@ -123,7 +128,7 @@ def config_from_hf(hf: dict) -> Config:
         final_softcap=hf.get("final_logit_softcapping") if gemma else None,
         experts=hf_experts.experts_from_hf(hf),
         latent=latent,
-        mtp_layers=hf_experts.mtp_layers(hf),
+        mtp_layers=mtp_layers(hf),
         max_position=need(hf, "max_position_embeddings"),
         eos_ids=_ids(hf.get("eos_token_id")),
         bos_id=next(iter(_ids(hf.get("bos_token_id"))), None),
@@ -166,13 +171,19 @@ def config_to_hf(config: Config) -> dict:
         hf["rope_parameters"] = {k: rope_to_hf(r) for k, r in ropes.items()}
     else:
         hf["rope_parameters"] = rope_to_hf(config.ropes[0])
+    if config.family in ROTATED:
+        hf["rope_parameters"] |= {"partial_rotary_factor": config.ropes[0].fraction}
     window = next((w for w in config.windows if w is not None), None)
-    if config.family not in ("llama", *DEEPSEEK):
+    if config.family in ("mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"):
         hf["sliding_window"] = window
     if config.family in ("qwen2", "qwen3", "qwen3_moe"):
         hf["use_sliding_window"] = window is not None
-    if config.family in ("qwen2", "qwen3", "gemma3_text"):
+    if config.family in ("qwen2", "qwen3", "gemma3_text", *GATED):
         hf["layer_types"] = [kind(w) for w in config.windows]
+    if config.family == "glm4_moe":
+        hf["use_qk_norm"] = config.qk_norm
+    if config.family in ("deepseek_v3", "glm4_moe", "mimo", *GATED):
+        hf["num_nextn_predict_layers"] = config.mtp_layers
     hf |= hf_experts.experts_to_hf(config)
     hf |= hf_experts.latent_to_hf(config, hf["rope_parameters"])
     _check_round_trip(config, hf)
@@ -188,6 +199,11 @@ _CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "mimo": "MiMoForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 
 
@@ -197,19 +213,19 @@ def _refuse(hf: dict) -> None:
         refused |= dict.fromkeys(_EXPERTS, "dense MLPs only")
     if family not in DEEPSEEK:
         refused |= dict.fromkeys(_LATENT, "grouped-query attention only")
-    elif _is_deepseek_code(hf.get("auto_map")):
+    if _is_known_code(family, hf.get("auto_map")):
         del refused["auto_map"]
     for key, supported in refused.items():
         if hf.get(key):
             raise unsupported(key, hf[key], supported)
-    if hf.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise unsupported("partial_rotary_factor", hf["partial_rotary_factor"], "1.0")
 
 
-def _is_deepseek_code(auto_map: Any) -> bool:
-    """Whether a config names the code that transformers' DeepSeek classes replaced."""
+def _is_known_code(family: str | None, auto_map: Any) -> bool:
+    """Whether the code that a config names is what the family means here."""
     files = {str(v).split(".")[0] for v in (auto_map or {}).values()}
-    return files <= {"configuration_deepseek", "modeling_deepseek"}
+    name = "deepseek" if family in DEEPSEEK else family
+    known = family in (*DEEPSEEK, "mimo")
+    return known and files <= {f"configuration_{name}", f"modeling_{name}"}
 
 
 def _gemma3_text(hf: dict) -> dict:

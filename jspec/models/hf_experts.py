@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from jspec.models import hf_families
 from jspec.models.config import Config, Experts, Latent, Rope
 from jspec.models.hf_rope import unsupported
 
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
-FAMILIES = ("qwen3_moe", *DEEPSEEK)
+FAMILIES = ("qwen3_moe", *DEEPSEEK, *hf_families.EXPERTS)
 
 # What transformers takes when a config omits the key; sizes are not defaulted.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -36,6 +37,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "eos_token_id": 1,
         "bos_token_id": 0,
     },
+    **hf_families.DEFAULTS,
 }
 
 # What transformers' class of the name always does, whatever a config says.
@@ -54,6 +56,7 @@ _FIXED: dict[str, dict[str, tuple]] = {
         "moe_layer_freq": (1,),
         "mlp_bias": (False,),
     },
+    **hf_families.FIXED,
 }
 
 
@@ -69,15 +72,17 @@ def experts_from_hf(hf: dict) -> Experts | None:
     for key, supported in _FIXED[family].items():
         if hf.get(key) is not None and hf[key] not in supported:
             raise unsupported(key, hf[key], list(supported))
-    if family == "qwen3_moe":
+    if family == "qwen3_moe" or family in hf_families.GATED:
         return Experts(
             count=_at_least_one(hf, "num_experts", "num_local_experts"),
             per_token=need(hf, "num_experts_per_tok"),
             intermediate=need(hf, "moe_intermediate_size"),
             normalise=bool(hf["norm_topk_prob"]),
+            shared=_shared_qwen(hf),
+            shared_gate=family in hf_families.GATED,
             dense_layers=_dense_qwen(hf),
         )
-    v3 = family == "deepseek_v3"
+    v3 = family in ("deepseek_v3", "glm4_moe")
     grouped = v3 or (hf.get("topk_method") or "greedy") != "greedy"
     layers = range(need(hf, "num_hidden_layers"))
     return Experts(
@@ -121,13 +126,6 @@ def latent_from_hf(hf: dict) -> Latent | None:
     )
 
 
-def mtp_layers(hf: dict) -> int:
-    """Layers for multi-token prediction behind the others; DeepSeek-V3 has them."""
-    if hf["model_type"] != "deepseek_v3":
-        return 0
-    return int(hf.get("num_nextn_predict_layers") or 0)
-
-
 def query_scale(latent: Latent, rope: Rope) -> float:
     """``1 / sqrt(D)``, times the square of YaRN's factor if the config asks for it."""
     scale = (latent.plain_dim + latent.rope_dim) ** -0.5
@@ -146,7 +144,10 @@ def experts_to_hf(config: Config) -> dict[str, Any]:
         "moe_intermediate_size": experts.intermediate,
         "norm_topk_prob": experts.normalise,
     }
-    if config.family == "qwen3_moe":
+    if config.family in hf_families.GATED:
+        wide = experts.shared * experts.intermediate
+        out["shared_expert_intermediate_size"] = wide
+    if config.family == "qwen3_moe" or config.family in hf_families.GATED:
         return out | {
             "num_experts": experts.count,
             "decoder_sparse_step": 1,
@@ -162,7 +163,7 @@ def experts_to_hf(config: Config) -> dict[str, Any]:
     }
     if config.family == "deepseek_v2":
         return out | {"topk_method": "group_limited_greedy"}
-    return out | {"num_nextn_predict_layers": config.mtp_layers}
+    return out
 
 
 def latent_to_hf(config: Config, rope_parameters: dict) -> dict[str, Any]:
@@ -203,6 +204,17 @@ def _at_least_one(hf: dict, *keys: str) -> int:
     if count < 1:
         raise unsupported(keys[0], count, "at least 1")
     return count
+
+
+def _shared_qwen(hf: dict) -> int:
+    """How many experts the shared MLP is as wide as; 0 for families without one."""
+    if hf["model_type"] not in hf_families.GATED:
+        return 0
+    key = "shared_expert_intermediate_size"
+    times, rest = divmod(need(hf, key), need(hf, "moe_intermediate_size"))
+    if rest or not times:
+        raise unsupported(key, hf[key], "a multiple of moe_intermediate_size")
+    return times
 
 
 def _dense_qwen(hf: dict) -> tuple[int, ...]:

@@ -7,10 +7,12 @@ transformers' ``modeling_rope_utils``.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 from jspec.models.config import Rope
+from jspec.models.hf_families import GATED, ROTATED
 
 _KINDS = {"full_attention", "sliding_attention"}
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -77,12 +79,25 @@ def _rope(hf: dict, settings: dict) -> Rope:
     kind = settings.get("rope_type", settings.get("type")) or "default"
     if kind not in ROPES:
         raise unsupported("rope_type", kind, ROPES)
-    if settings.get("mrope_section"):
+    # The three positions of a token of text are the same, so sections do not matter.
+    if settings.get("mrope_section") and hf["model_type"] not in GATED:
         raise unsupported("mrope_section", settings["mrope_section"], "text only")
-    if settings.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise unsupported(
-            "partial_rotary_factor", settings["partial_rotary_factor"], "1.0"
-        )
+    return dataclasses.replace(
+        _variant(hf, settings, kind), fraction=_rotated(hf, settings)
+    )
+
+
+def _rotated(hf: dict, settings: dict) -> float:
+    """The share of a head that is rotated."""
+    said = settings.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if hf["model_type"] in ROTATED:
+        return float(ROTATED[hf["model_type"]] if said is None else said)
+    if said not in (None, 1, 1.0):
+        raise unsupported("partial_rotary_factor", said, "1.0")
+    return 1.0
+
+
+def _variant(hf: dict, settings: dict, kind: str) -> Rope:
     theta = float(settings["rope_theta"])
     if kind == "default":
         return Rope(theta=theta)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from jspec.models.hf_families import GATED
+from jspec.models.hf_families import layer_kinds as gated_kinds
 from jspec.models.hf_rope import unsupported
 
 
@@ -27,11 +29,15 @@ def layer_kinds(hf: dict, family: str, layers: int) -> list[str]:
         "qwen3_moe": lambda i: _qwen_window(hf) is not None,
         "deepseek_v2": lambda i: False,
         "deepseek_v3": lambda i: False,
-    }[family]
+        "glm4_moe": lambda i: False,
+        "mimo": lambda i: False,
+    }.get(family, lambda i: False)
     implied = [
         "sliding_attention" if slides(i) else "full_attention" for i in range(layers)
     ]
     kinds = hf.get("layer_types")
+    if kinds is None and family in GATED:
+        kinds = gated_kinds(hf, layers)
     if kinds is None:
         return implied
     if len(kinds) != layers:

@@ -22,8 +22,8 @@ def latent_attention(
     Args:
       q: ``[B, N, H, R]`` in latent space, rotated.
       stored: ``[B, 1, S, R]``.  length: ``[B]`` int32, live cache slots.
-      own: ``[B, N, 1, R]``, the block's latents.
-      mask: ``[B, N, N]`` bool, true where row ``i`` sees node ``j``.
+      own: ``[B, X, 1, R]``, the block's latents, X >= N as in ``block_attention``.
+      mask: ``[B, N, X]`` bool, true where row ``i`` sees node ``j``.
       scale: factor on ``q . latent``.
 
     Returns:

@@ -77,7 +77,7 @@ def load(name: str | Path, *, dtype=None, revision: str | None = None) -> Model:
         return _from_gguf(name, path, dtype)
     if path.suffix == ".safetensors":
         return _from_files(name, path.parent, [path], dtype)
-    return _from_files(name, path, _weight_files(path), dtype)
+    return _from_files(name, path, weight_files(path), dtype)
 
 
 def _dtype(dtype) -> Any:
@@ -173,7 +173,7 @@ def _json(file: Path) -> dict:
         raise ValueError(f"{file} is not valid JSON ({error})") from error
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """``model.safetensors``, or the shards of ``model.safetensors.index.json``."""
     single = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"

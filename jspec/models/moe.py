@@ -34,6 +34,7 @@ class Moe:
       gate_up: ``[E, 2, I, M]``.  down: ``[E, M, I]``.
       correction: ``[E]`` float32 added to the scores when experts are chosen, or None.
       shared: an MLP that every token passes, or None.
+      shared_gate: ``[1, M]``, its output is multiplied by the sigmoid of this product.
     """
 
     router: Array
@@ -41,6 +42,7 @@ class Moe:
     down: Array
     correction: Array | None = None
     shared: Mlp | None = None
+    shared_gate: Array | None = None
 
 
 def mixture(config: Config, weights: Moe, h: Array) -> Array:
@@ -63,9 +65,12 @@ def mixture(config: Config, weights: Moe, h: Array) -> Array:
     else:
         y = all_at_once(config.activation, weights, share, x)
     y = y.reshape(h.shape)
-    if weights.shared is not None:
-        y = y + gated(config.activation, weights.shared, h)
-    return y
+    if weights.shared is None:
+        return y
+    shared = gated(config.activation, weights.shared, h)
+    if weights.shared_gate is not None:
+        shared = shared * jax.nn.sigmoid(linear(h, weights.shared_gate))
+    return y + shared
 
 
 def route(experts: Experts, weights: Moe, x: Array) -> tuple[Array, Array]:
@@ -161,7 +166,7 @@ def init(config: Config, layer: int, keys, normal: Callable) -> Mlp | Moe:
             gate_up_bias=normal(k_in_bias, 2, wide) if bias else None,
             down_bias=normal(k_out_bias, hidden) if bias else None,
         )
-    count, wide, shared = experts.count, experts.intermediate, None
+    count, wide, shared, gate = experts.count, experts.intermediate, None, None
     k_in, k_in_shared, k_router = jax.random.split(k_in, 3)
     k_out, k_out_shared, k_correction = jax.random.split(k_out, 3)
     if experts.shared:
@@ -169,6 +174,9 @@ def init(config: Config, layer: int, keys, normal: Callable) -> Mlp | Moe:
             gate_up=normal(k_in_shared, 2, experts.shared * wide, hidden),
             down=normal(k_out_shared, hidden, experts.shared * wide),
         )
+    if experts.shared_gate:
+        k_router, k_gate = jax.random.split(k_router)
+        gate = normal(k_gate, 1, hidden)
     correction = normal(k_correction, count).astype(jnp.float32)
     return Moe(
         router=normal(k_router, count, hidden).astype(jnp.float32),
@@ -176,4 +184,5 @@ def init(config: Config, layer: int, keys, normal: Callable) -> Mlp | Moe:
         down=normal(k_out, count, hidden, wide),
         correction=correction if experts.corrected else None,
         shared=shared,
+        shared_gate=gate,
     )

@@ -12,19 +12,20 @@ from typing import Any, NamedTuple
 from jspec.models import deepseek, transformer
 from jspec.models.config import Config, Experts
 from jspec.models.deepseek import latent_sizes
+from jspec.models.hf_families import GATED
 from jspec.models.mlp import Mlp
 from jspec.models.moe import Moe
 from jspec.models.transformer import Weights
 
 Path = tuple[str | int, ...]
-
-# Fields of a layer that are one product ``[*lead, in]``, and how many axes they have;
-# those of experts have one more.
-PRODUCTS = {"qkv": 4, "out": 2, "gate_up": 3, "down": 2}
 Shape = tuple[int, ...]
 
 # Arrays that are float32 in every model: rounding them would send tokens elsewhere.
 FLOAT32 = ("router", "correction")
+
+# Arrays of a layer, ``[*lead, in]``, that one product with ``linear`` reads, and their
+# axes: those of experts have one more.
+PRODUCTS = {"qkv": 4, "out": 2, "gate_up": 3, "down": 2}
 
 
 class Place(NamedTuple):
@@ -41,6 +42,11 @@ class Place(NamedTuple):
     index: tuple
     shape: Shape
     array: Shape
+
+
+def whole(path: Path, shape: Shape) -> Place:
+    """The place of a tensor that is an array of its own."""
+    return Place(path, (), shape, shape)
 
 
 class Stem(NamedTuple):
@@ -63,31 +69,40 @@ class Stem(NamedTuple):
 def places(config: Config) -> dict[str, Place]:
     """Checkpoint key -> place, for every tensor a model of this config has."""
     table = (config.vocab_size, config.hidden)
-    norm = (config.hidden,)
     out = {
-        "model.embed_tokens.weight": Place(("embed",), (), table, table),
-        "model.norm.weight": Place(("final_norm",), (), norm, norm),
+        "model.embed_tokens.weight": whole(("embed",), table),
+        "model.norm.weight": whole(("final_norm",), (config.hidden,)),
     }
     if not config.tie_embeddings:
-        out["lm_head.weight"] = Place(("head",), (), table, table)
+        out["lm_head.weight"] = whole(("head",), table)
     for i in range(config.layers):
-        for key, place in layer_places(config, i).items():
-            out[f"model.layers.{i}.{key}"] = place
+        for name, place in of_layer(config, i).items():
+            out[f"model.layers.{i}.{name}"] = place
     return out
 
 
-def layer_places(config: Config, layer: int) -> dict[str, Place]:
+def of_layer(config: Config, layer: int) -> dict[str, Place]:
     """The same for one layer, keys without ``model.layers.{layer}.``"""
     out = {}
-    for key, stem in stems(config, layer).items():
+    for name, stem in stems(config, layer).items():
         path = ("layers", layer, *stem.field.split("."))
         array = stem.array or stem.shape
-        out[key] = Place(path, stem.index, stem.shape, array)
+        out[name] = Place(path, stem.index, stem.shape, array)
         if stem.bias:
             path = (*path[:-1], f"{path[-1]}_bias")
             place = Place(path, stem.index, stem.shape[:1], array[:-1])
-            out[f"{key.removesuffix('weight')}bias"] = place
+            out[f"{name.removesuffix('weight')}bias"] = place
     return out
+
+
+def modules(config: Config) -> tuple[str, ...]:
+    """What the names of multi-token-prediction tensors in a checkpoint begin with."""
+    if config.family in GATED:
+        return ("mtp.",)
+    if config.family == "mimo":
+        return ("model.mtp_layers.",)
+    behind = range(config.layers, config.layers + config.mtp_layers)
+    return tuple(f"model.layers.{i}." for i in behind)
 
 
 def arrays(config: Config) -> dict[Path, Shape]:
@@ -97,21 +112,27 @@ def arrays(config: Config) -> dict[Path, Shape]:
 
 def assemble(config: Config, parts: dict[Path, Any]) -> Weights:
     """``Weights`` from the arrays of ``arrays(config)``."""
+    top = nested(parts)
+    layers = top.pop("layers")
+    every = tuple(layer_of(config, layers[i]) for i in range(config.layers))
+    return Weights(layers=every, **top)
+
+
+def nested(parts: dict[Path, Any]) -> dict[Any, Any]:
+    """``{(a, b): x}`` as ``{a: {b: x}}``."""
     top: dict[Any, Any] = {}
     for path, array in parts.items():
         node = top
         for step in path[:-1]:
             node = node.setdefault(step, {})
         node[path[-1]] = array
-    layers = top.pop("layers")
-    layer = transformer.Layer if config.latent is None else deepseek.Layer
-    return Weights(
-        layers=tuple(
-            layer(**layers[i] | {"mlp": _mlp(layers[i]["mlp"])})
-            for i in range(config.layers)
-        ),
-        **top,
-    )
+    return top
+
+
+def layer_of(config: Config, fields: dict[str, Any]) -> Any:
+    """A layer from its fields, those of its MLP nested."""
+    kind: Any = transformer.Layer if config.latent is None else deepseek.Layer
+    return kind(**fields | {"mlp": _mlp(fields["mlp"])})
 
 
 def _mlp(fields: dict[str, Any]) -> Mlp | Moe:
@@ -142,18 +163,18 @@ def stems(config: Config, layer: int) -> dict[str, Stem]:
 
 def _attention(config: Config) -> dict[str, Stem]:
     hidden, dim, kv_heads = config.hidden, config.head_dim, config.kv_heads
-    group = config.heads // kv_heads
+    group = config.heads // kv_heads * (2 if config.gated else 1)
     fused = (kv_heads, group + 2, dim, hidden)
     every = slice(None)
     q, k, v = (every, slice(group)), (every, group), (every, group + 1)
-    q_rows, kv_rows = config.heads * dim, kv_heads * dim
+    q_rows, kv_rows, width = kv_heads * group * dim, kv_heads * dim, config.heads * dim
     bias = config.qkv_bias
     out = {
         "self_attn.q_proj.weight": Stem("qkv", q, (q_rows, hidden), fused, bias),
         "self_attn.k_proj.weight": Stem("qkv", k, (kv_rows, hidden), fused, bias),
         "self_attn.v_proj.weight": Stem("qkv", v, (kv_rows, hidden), fused, bias),
         "self_attn.o_proj.weight": Stem(
-            "out", (), (hidden, q_rows), bias=config.out_bias
+            "out", (), (hidden, width), bias=config.out_bias
         ),
     }
     if config.qk_norm:
@@ -215,7 +236,11 @@ def _experts(experts: Experts, hidden: int) -> dict[str, Stem]:
         }
     if experts.shared:
         shared = experts.shared * wide
-        table |= _dense("mlp.shared_experts", "mlp.shared", shared, hidden)
+        name = "mlp.shared_expert" if experts.shared_gate else "mlp.shared_experts"
+        table |= _dense(name, "mlp.shared", shared, hidden)
+    if experts.shared_gate:
+        name = "mlp.shared_expert_gate.weight"
+        table[name] = Stem("mlp.shared_gate", (), (1, hidden))
     return table
 
 

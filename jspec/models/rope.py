@@ -17,7 +17,10 @@ from jspec.types import Array
 
 
 class Turns(NamedTuple):
-    """``cos`` and ``sin``, each ``[B, N, 1, D/2]`` float32, one angle per pair."""
+    """``cos`` and ``sin``, each ``[B, N, 1, d/2]`` float32, one angle per pair.
+
+    ``d`` of the ``D`` numbers of a head are rotated: ``Rope.fraction`` of them.
+    """
 
     cos: Array
     sin: Array
@@ -25,6 +28,7 @@ class Turns(NamedTuple):
 
 def turns(rope: Rope, dim: int, position: Array) -> Turns:
     """Rotations of heads of size ``dim`` at ``position [B, N]`` (int32)."""
+    dim = int(dim * rope.fraction)
     if rope.kind == "dynamic":
         frequency = _dynamic(rope, dim, position)
     else:
@@ -36,12 +40,14 @@ def turns(rope: Rope, dim: int, position: Array) -> Turns:
 
 
 def rotate(x: Array, turn: Turns) -> Array:
-    """Rotates ``x [B, N, heads, D]``; pair ``i`` is ``(x_i, x_{i + D/2})``."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+    """Rotates ``x [B, N, heads, D]``; pair ``i`` is ``(x_i, x_{i + d/2})``, ``d <= D``."""
+    half = turn.cos.shape[-1]
+    wide = x.astype(jnp.float32)
+    a, b, rest = wide[..., :half], wide[..., half : 2 * half], x[..., 2 * half :]
     out = jnp.concatenate(
         [a * turn.cos - b * turn.sin, b * turn.cos + a * turn.sin], axis=-1
     )
-    return out.astype(x.dtype)
+    return jnp.concatenate([out.astype(x.dtype), rest], -1)
 
 
 def frequencies(rope: Rope, dim: int) -> np.ndarray:

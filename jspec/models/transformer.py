@@ -32,7 +32,8 @@ class Layer:
     """Weights of one layer; products are stored ``[out, in]``, or as ``Rows``. G = H / K.
 
     Attributes:
-      qkv: ``[K, G + 2, D, M]``; per kv head its queries, its key, its value.
+      qkv: ``[K, G + 2, D, M]``; per kv head its queries, its key, its value. With gates
+        ``[K, 2 G + 2, D, M]``, every query followed by its gate.
       out: ``[M, H * D]``.
       mlp: an ``Mlp``, or a ``Moe`` where the layer has experts.
       attn_norm, mlp_norm: ``[M]`` before attention and MLP.
@@ -190,7 +191,7 @@ def attend(
       ``(a [B, N, M], k, v [B, N, K, D])`` with the block's own keys, rotated, and values.
     """
     k_cache, v_cache, length = cached
-    q, k, v = project(config, layer, h)
+    q, k, v, gate = project(config, layer, h)
     q, k = rope.rotate(q, turn), rope.rotate(k, turn)
     k, v = k.astype(k_cache.dtype), v.astype(v_cache.dtype)
     keys, values = k, v
@@ -209,19 +210,31 @@ def attend(
         window=window,
         softcap=config.attn_softcap,
     ).astype(h.dtype)
-    return linear(a.reshape(*a.shape[:2], -1), layer.out, layer.out_bias), k, v
+    return output(layer, a, gate), k, v
 
 
-def project(config: Config, layer: Layer, h: Array) -> tuple[Array, Array, Array]:
-    """``q [B, N, H, D]``, ``k`` and ``v [B, N, K, D]`` before rotation."""
+def output(layer: Layer, a: Array, gate: Array | None) -> Array:
+    """What heads ``a [B, N, H, D]`` add to the stream: ``[B, N, M]``."""
+    if gate is not None:
+        a = a * jax.nn.sigmoid(gate)
+    return linear(a.reshape(*a.shape[:2], -1), layer.out, layer.out_bias)
+
+
+def project(config: Config, layer: Layer, h: Array):
+    """``q [B, N, H, D]``, ``k`` and ``v [B, N, K, D]`` before rotation, and the gate.
+
+    The gate is ``[B, N, H, D]``, or None.
+    """
     kv_heads, per_head, dim, _ = layer.qkv.shape
     qkv = linear(h, layer.qkv, layer.qkv_bias).reshape(
         *h.shape[:2], kv_heads, per_head, dim
     )
-    q = qkv[..., :-2, :].reshape(*h.shape[:2], config.heads, dim)
-    k, v = qkv[..., -2, :], qkv[..., -1, :]
+    q, gate = qkv[..., :-2, :].reshape(*h.shape[:2], config.heads, -1, dim), None
+    if config.gated:
+        gate = q[..., 1, :]
+    q, k, v = q[..., 0, :], qkv[..., -2, :], qkv[..., -1, :]
     q, k = _maybe_norm(q, layer.q_norm, config), _maybe_norm(k, layer.k_norm, config)
-    return q, k, v
+    return q, k, v, gate
 
 
 def mlp(config: Config, layer: Any, h: Array) -> Array:
@@ -252,6 +265,7 @@ def init(config: Config, key: Array, dtype=jnp.float32, scale: float = 0.02) -> 
         config.hidden,
     )
     neutral = 0.0 if config.zero_centred else 1.0
+    per_head = (2 if config.gated else 1) * g + 2
 
     def normal(key, *shape):
         return scale * jax.random.normal(key, shape, dtype)
@@ -262,7 +276,7 @@ def init(config: Config, key: Array, dtype=jnp.float32, scale: float = 0.02) -> 
     def layer(key, i):
         ks = jax.random.split(key, 8)
         return Layer(
-            qkv=normal(ks[0], k, g + 2, d, m),
+            qkv=normal(ks[0], k, per_head, d, m),
             out=normal(ks[1], m, config.heads * d),
             mlp=moe.init(config, i, (ks[2], ks[3], ks[6], ks[7]), normal),
             attn_norm=norm(m),
@@ -271,7 +285,7 @@ def init(config: Config, key: Array, dtype=jnp.float32, scale: float = 0.02) -> 
             mlp_post_norm=norm(m) if config.sandwich_norm else None,
             q_norm=norm(d) if config.qk_norm else None,
             k_norm=norm(d) if config.qk_norm else None,
-            qkv_bias=normal(ks[4], k, g + 2, d) if config.qkv_bias else None,
+            qkv_bias=normal(ks[4], k, per_head, d) if config.qkv_bias else None,
             out_bias=normal(ks[5], m) if config.out_bias else None,
         )
 

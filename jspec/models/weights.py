@@ -106,8 +106,7 @@ _SKIPPED_START = (
 
 def _is_skipped(config: Config, name: str) -> bool:
     """Whether a tensor is not the target's, multi-token prediction included."""
-    behind = range(config.layers, config.layers + config.mtp_layers)
-    start = (*_SKIPPED_START, *(f"model.layers.{i}." for i in behind))
+    start = (*_SKIPPED_START, *names.modules(config))
     return name.endswith(_SKIPPED_END) or name.startswith(start)
 
 

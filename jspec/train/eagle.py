@@ -14,7 +14,7 @@ from jspec.drafters import eagle
 from jspec.drafters.eagle import Design, Weights
 from jspec.models import rope
 from jspec.models.linear import linear
-from jspec.models.transformer import project
+from jspec.models.transformer import output, project
 from jspec.train import objectives
 from jspec.train.objectives import Judged, Objective
 from jspec.train.packing import Rows
@@ -143,10 +143,10 @@ def unroll(
 
         def attention(i: int, h: Array, turns=turns) -> Array:
             layer, turn = weights.layers[i], turns[config.ropes[i]]
-            q, k, v = project(config, layer, h)
+            q, k, v, gate = project(config, layer, h)
             stored[i].append((rope.rotate(k, turn), v))
             a = _attend_own(rope.rotate(q, turn) * config.query_scale, stored[i], seen)
-            return linear(a, layer.out, layer.out_bias)
+            return output(layer, a, gate)
 
         out = eagle.body(design, weights, weights.embed[token], hidden, attention)
         yield out
@@ -157,7 +157,7 @@ def _attend_own(q: Array, stored: list[tuple[Array, Array]], seen: Array) -> Arr
     """Row ``t`` sees true rows up to ``t``, and of every later step its own row alone.
 
     ``q [B, T, H, D]``, keys and values ``[B, T, K, D]``, ``seen [B, T, T]``; gives
-    ``[B, T, H * D]``. One softmax over both.
+    ``[B, T, H, D]``. One softmax over both.
     """
     k, v = stored[0]
     q = rearrange(q, "b t (k g) d -> b t k g d", k=k.shape[2])
@@ -170,7 +170,7 @@ def _attend_own(q: Array, stored: list[tuple[Array, Array]], seen: Array) -> Arr
     for i, (_, v) in enumerate(stored[1:]):
         weight = rearrange(every[..., size + i], "b k g t -> b t k g 1")
         a += weight * v[:, :, :, None]
-    return rearrange(a, "b t k g d -> b t (k g d)")
+    return rearrange(a, "b t k g d -> b t (k g) d")
 
 
 def regression(

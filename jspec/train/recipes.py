@@ -18,11 +18,14 @@ from jax.tree_util import Partial
 
 from jspec.drafters import eagle
 from jspec.drafters.eagle import Design, Weights
+from jspec.drafters.mtp import design_of
 from jspec.drafters.published_eagle import Head, save_eagle, target_head
+from jspec.drafters.published_mtp import Modules, save_mtp
 from jspec.models import Model, linear
-from jspec.models.transformer import Layer
+from jspec.models.config import Config
 from jspec.train.corpus import Corpus
 from jspec.train.eagle import pairs, regression, shifted, training_time_test
+from jspec.train.mtp import fast_mtp, prediction, texts
 from jspec.train.packing import Rows
 from jspec.types import Array
 
@@ -137,7 +140,54 @@ def eagle1(
     )
 
 
-RECIPES: dict[str, Callable[..., Recipe]] = {"eagle1": eagle1, "eagle3": eagle3}
+def mtp(
+    target: Model,
+    corpus: Corpus,
+    *,
+    steps: int = 3,
+    beta: float = 0.6,
+    start: Modules | None = None,
+    seed: int = 0,
+    **_: Any,
+) -> Recipe:
+    """A prediction module that is used again at every depth, as FastMTP trains it.
+
+    Args:
+      steps, beta: depths and their weights, see ``train.mtp.fast_mtp``.
+      start: modules to go on from, a target's own for example.
+      seed: of the weights that have no better start.
+    """
+    del corpus
+    if start is None:
+        start = fresh_mtp(target, jax.random.key(seed))
+    design, depths = start.design, fast_mtp(steps, beta)
+
+    def whole(frozen, params) -> tuple[Weights, ...]:
+        embed, head = frozen
+        return tuple(dataclasses.replace(p, embed=embed, head=head) for p in params)
+
+    def loss(frozen, params, rows: Rows, key: Array):
+        del key
+        return prediction(design, whole(frozen, params), texts(rows), depths)
+
+    frozen = target.params.embed, target_head(target)
+    return Recipe(
+        taps=(),
+        params=tuple(
+            dataclasses.replace(w, embed=None, head=None) for w in start.weights
+        ),
+        loss=Partial(loss, frozen),
+        save=lambda params, folder: save_mtp(
+            Modules(design, whole(frozen, params)), folder
+        ),
+    )
+
+
+RECIPES: dict[str, Callable[..., Recipe]] = {
+    "eagle1": eagle1,
+    "eagle3": eagle3,
+    "mtp": mtp,
+}
 
 
 def _saver(design: Design, frozen) -> Callable[[Any, Path], Path]:
@@ -187,18 +237,46 @@ def fresh_eagle1(target: Model, key: Array) -> Head:
     return Head(Design(config, (-1,), eagle.eagle1, eagle.as_is), weights)
 
 
-def _last_layer(target: Model) -> tuple[Layer, Any]:
+def fresh_mtp(target: Model, key: Array) -> Modules:
+    """``fc`` passes the normed feature on; the layer begins as the target's last."""
+    layer, config = _last_layer(target)
+    width = config.hidden
+    neutral = jnp.full(width, 0.0 if config.zero_centred else 1.0)
+    fc = jnp.concatenate([jnp.zeros((width, width)), jnp.eye(width)], 1)
+    weights = Weights(
+        embed=target.params.embed,
+        layers=(layer,),
+        head=target_head(target),
+        fc=fc + 0.01 * jax.random.normal(key, fc.shape),
+        embed_norm=neutral,
+        hidden_norm=neutral,
+        final_norm=_whole(target.params.final_norm),
+    )
+    return Modules(design_of(config), (weights,))
+
+
+def _last_layer(target: Model) -> tuple[Any, Config]:
     """A float32 copy of the target's last layer, and the config of a single such layer."""
+    config, last = target.config, target.config.layers - 1
+    experts = config.experts
+    if experts is not None:
+        dense = () if config.has_experts(last) else (0,)
+        experts = dataclasses.replace(experts, dense_layers=dense)
     config = dataclasses.replace(
-        target.config,
+        config,
         layers=1,
         windows=(None,),
-        ropes=target.config.ropes[-1:],
+        ropes=config.ropes[-1:],
+        experts=experts,
+        mtp_layers=0,
     )
-    layer = target.params.layers[-1]
-    whole = jax.tree.map(
+    return _whole(target.params.layers[-1]), config
+
+
+def _whole(tree: Any) -> Any:
+    """A float32 copy in which no product is cut into blocks."""
+    return jax.tree.map(
         lambda x: jnp.asarray(np.asarray(x), jnp.float32),
-        layer,
+        tree,
         is_leaf=lambda x: isinstance(x, linear.Rows),
     )
-    return whole, config

@@ -82,6 +82,27 @@ FAMILIES = {
     },
 }
 
+# Families whose layers here all have full attention.
+FULL = {"head_dim": 16, "layer_types": ["full_attention"] * 3}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+FAMILIES |= {
+    "glm4_moe": {
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+    },
+    "qwen3_next": FULL
+    | EXPERTS
+    | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
+    "qwen3_5_text": FULL,
+    "qwen3_5_moe_text": FULL | EXPERTS | {"shared_expert_intermediate_size": 24},
+}
+
 
 def build(name: str, **changes):
     """A random transformers model of a family of ``FAMILIES``, in float32."""
