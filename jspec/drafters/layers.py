@@ -69,7 +69,7 @@ def _keys_and_values(
 
 
 def _latents(config: Config, layers, cache: LatentCache, mask, position, before):
-    turn = rope.turns(config.ropes[0], deepseek.latent(config).rope_dim, position)
+    turn = rope.turns(config.ropes[0], deepseek.latent_sizes(config).rope_dim, position)
     own = []
 
     def attend(i: int, h: Array) -> Array:
