@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jspec.drafters import eagle, growth
+from jspec.drafters import eagle, growth, mtp
 from jspec.drafters.growth import Grower
 from jspec.drafters.ngram import ngram
 from jspec.drafters.published_eagle import is_eagle, load_eagle
+from jspec.drafters.published_mtp import is_mtp, load_mtp
 from jspec.drafters.small_model import small_model
 from jspec.models import Model, load
 from jspec.types import Drafter
@@ -34,13 +35,15 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
     """A drafter for ``target``.
 
     Args:
-      name: ``"ngram"``; a folder with an EAGLE head; a loaded ``Model``; or whatever
+      name: ``"ngram"``; a folder with an EAGLE head or a prediction module; the target's
+        own folder, if that holds prediction modules; a loaded ``Model``; or whatever
         ``jspec.load`` takes (an alias, a folder, a file, a Hub id), which is then used as
         an independent small model.
       target: the model it will draft for.
       **options: passed to the drafter: ``gamma`` for all; ``longest``, ``shortest`` and
         ``pick`` for ``ngram``; for heads ``grower`` (see ``jspec.drafters.growth``),
-        without which, or ``gamma``, they grow a dynamic tree.
+        without which, or ``gamma``, they grow a dynamic tree, and prediction modules a
+        chain of 3.
 
     Raises:
       ValueError: a draft model with another tokenizer, a head for another target;
@@ -49,8 +52,15 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
     """
     if name == "ngram":
         return Draft(ngram(**options), name="ngram")
-    if isinstance(name, (str, Path)) and _is_head(Path(name).expanduser()):
-        return _load_head(Path(name).expanduser(), target, **options)
+    if isinstance(name, (str, Path)):
+        folder = Path(name).expanduser()
+        config = _config(folder)
+        if is_eagle(config):
+            return _load_head(folder, target, **options)
+        if is_mtp(config) and (
+            "speculators_model_type" in config or _is_own(folder, target)
+        ):
+            return _load_modules(folder, target, **options)
     model = name if isinstance(name, Model) else load(name, dtype=target.dtype)
     check_same_tokens(model, target)
     size = target.target.config.vocab_size
@@ -62,12 +72,17 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
 DYNAMIC = growth.dynamic(nodes=10, depth=5, width=4)
 
 
-def _is_head(folder: Path) -> bool:
+def _config(folder: Path) -> dict:
     file = folder / "config.json"
     try:
-        return file.is_file() and is_eagle(json.loads(file.read_text()))
+        return json.loads(file.read_text()) if file.is_file() else {}
     except ValueError:
-        return False  # for the loader of models to complain about
+        return {}  # for the loader of models to complain about
+
+
+def _is_own(folder: Path, target: Model) -> bool:
+    """Is this the folder that the target was loaded from?"""
+    return folder.resolve() == Path(target.name).expanduser().resolve()
 
 
 def _load_head(
@@ -81,6 +96,21 @@ def _load_head(
         grower = DYNAMIC if gamma is None else growth.chain(gamma)
     drafter = eagle.drafter(head.design, grower, dtype=target.dtype)
     return Draft(drafter, head.weights, folder.name, target.config.vocab_size)
+
+
+def _load_modules(
+    folder: Path, target: Model, gamma: int = 3, grower: Grower | None = None
+) -> Draft:
+    modules = load_mtp(folder, target)
+    drafter = mtp.drafter(
+        modules.design,
+        growth.chain(gamma) if grower is None else grower,
+        len(modules.weights),
+        dtype=target.dtype,
+    )
+    return Draft(
+        drafter, modules.params, f"mtp-{folder.name}", target.config.vocab_size
+    )
 
 
 def check_same_tokens(draft: Model, target: Model) -> None:

@@ -74,7 +74,9 @@ def design_of(config: Config, first=embedding_first) -> Design:
     return Design(config, (-1,), first, eagle.as_is, norm_output=True)
 
 
-def mtp(design: Design, grower: Grower, modules: int = 1, dtype=jnp.float32) -> Drafter:
+def drafter(
+    design: Design, grower: Grower, modules: int = 1, dtype=jnp.float32
+) -> Drafter:
     """Drafts with the prediction modules of a target.
 
     Its params are the module's ``Weights``, or a tuple of them if there are several.

@@ -40,7 +40,7 @@ class Modules:
 
     @property
     def params(self) -> Weights | tuple[Weights, ...]:
-        """The params of ``mtp.mtp(design, grower, len(weights))``."""
+        """The params of ``mtp.drafter(design, grower, len(weights))``."""
         return self.weights[0] if len(self.weights) == 1 else self.weights
 
 
@@ -258,7 +258,7 @@ def _places(
         f"{prefix}{name}.weight": names.whole((field,), shape)
         for name, field, shape in zip(layout.names, _FIELDS, shapes, strict=True)
     }
-    for name, place in names.of_layer(config, 0).items():
+    for name, place in names.layer_places(config, 0).items():
         table[f"{layout.layer(depth, module)}{name}"] = place
     return table
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +131,7 @@ def accepted_pairs(feedback: Feedback) -> tuple[Array, Array, Array]:
     """The true pairs of a round: features ``[B, P, F]``, tokens ``[B, P]``, ``count [B]``."""
     verdict = feedback.verdict
     node = jnp.maximum(verdict.path, 0)
-    features: Any = feedback.features
+    features = cast(Array, feedback.features)
     features = jnp.take_along_axis(features, node[..., None], axis=1)
     return features, emitted_tokens(feedback.block, verdict), verdict.n_accept + 1
 
@@ -146,8 +146,8 @@ def _empty(net: Net, params, context: Context, slots: int, dtype) -> State:
     """The state before the first pair."""
     batch = context.tokens.shape[0]
     cache = net.init_cache(batch, slots, dtype)
-    token = context.tokens[:, :1]
-    hidden = net.fuse(params, context.features[:, :1])
+    token, features = context.tokens[:, :1], cast(Array, context.features)
+    hidden = net.fuse(params, features[:, :1])
     one = jnp.ones((batch, 1, 1), bool)
     out, _ = jax.eval_shape(net.step, params, cache, token, hidden, one, token, None)
     return State(cache, jnp.zeros((batch, out.shape[-1]), out.dtype))
@@ -163,8 +163,7 @@ def read_prompt(feed: Callable, start: Any, context: Context, chunk: int) -> Any
     """
     width = context.tokens.shape[1]
     pad = -width % chunk
-    features: Any = context.features
-    features = jnp.pad(features, ((0, 0), (0, pad), (0, 0)))
+    features = jnp.pad(cast(Array, context.features), ((0, 0), (0, pad), (0, 0)))
     token = jnp.pad(jnp.roll(context.tokens, -1, 1), ((0, 0), (0, pad)))
     pairs = context.length - 1
 

@@ -60,7 +60,7 @@ class Layer:
     kv_a: Array
     kv_a_norm: Array
     kv_b: Array
-    out: Array | Rows
+    out: Array
     mlp: Mlp | moe.Moe
     attn_norm: Array
     mlp_norm: Array

@@ -78,7 +78,7 @@ def accepted(tokens, features, start, count):
 def test_drafts_are_those_of_transformers(case):
     hf, theirs, target, modules = case
     count = len(modules.weights)
-    drafter = mtp.mtp(modules.design, greedy(GAMMA), count)
+    drafter = mtp.drafter(modules.design, greedy(GAMMA), count)
     features = oracle.hidden(hf, TEXT)
     ours = jnp.asarray(features.numpy())
     propose = jax.jit(drafter.propose)
