@@ -28,7 +28,7 @@ from jspec.cache import LatentCache
 from jspec.models import moe, rope
 from jspec.models.config import Config, Latent
 from jspec.models.latent import latent_attention
-from jspec.models.linear import Rows, linear
+from jspec.models.linear import linear
 from jspec.models.mlp import Mlp
 from jspec.models.transformer import Weights, mlp, readout, rms_norm
 from jspec.types import Array, Block, Scores, Target
