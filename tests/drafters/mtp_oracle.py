@@ -13,13 +13,33 @@ sys.path.append(str(Path(__file__).parent.parent / "models"))
 
 import oracle
 
-RENAMED = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj"}
-RENAMED |= {"post_norm": "shared_head.norm"}
+# What checkpoints call a module's parts besides its layer, and what its names begin with.
+BEHIND = {
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "eh_proj": "eh_proj",
+    "post_norm": "shared_head.norm",
+}
+MIMO = {
+    "enorm": "token_layernorm",
+    "hnorm": "hidden_layernorm",
+    "eh_proj": "input_proj",
+    "post_norm": "final_layernorm",
+}
 
 
-def build(family: str, count: int, **changes):
+def build(family: str, count: int):
     """A random target of a family and ``count`` random modules."""
-    target = oracle.build(family, num_nextn_predict_layers=count, **changes)
+    mimo = family == "mimo"
+    changes = (
+        {"use_sliding_window": False, "tie_word_embeddings": False} if mimo else {}
+    )
+    name = "qwen2" if mimo else family
+    target = oracle.build(name, num_nextn_predict_layers=count, **changes)
+    if mimo:  # which is not in transformers, but all of it is
+        target.config.num_mtp_layers = count
+        target.config.mtp_layer_types = ["full_attention"] * count
+        target.config.mtp_hidden_states_first = True
     modules = MtpModel(target, count).eval()
     modules.config._attn_implementation = "eager"
     torch.manual_seed(1)
@@ -40,17 +60,18 @@ def save(target, modules, folder: Path) -> Path:
     """Writes both into one checkpoint, the modules behind the target's layers."""
     oracle.save(target, folder)
     file = folder / "model.safetensors"
-    tensors = load_file(file)
-    depth = target.config.num_hidden_layers
+    tensors, depth = load_file(file), target.config.num_hidden_layers
+    mimo = hasattr(target.config, "mtp_hidden_states_first")
     for key, x in modules.layers.state_dict().items():
-        module, _, name = key.partition(".")
-        prefix, (head, _, rest) = (
-            f"model.layers.{depth + int(module)}.",
-            name.partition("."),
-        )
-        name = rest if head == "mtp_block" else f"{RENAMED[head]}.{rest}"
+        module, head, rest = key.split(".", 2)
+        behind = f"model.layers.{depth + int(module)}."
+        prefix = f"model.mtp_layers.{module}." if mimo else behind
+        named = (MIMO if mimo else BEHIND).get(head)
+        name = f"{named}.{rest}" if named else rest
         tensors |= {prefix + k: v.contiguous() for k, v in by_expert(name, x).items()}
     save_file(tensors, file, metadata={"format": "pt"})
+    if mimo:
+        edit(folder, model_type="mimo", layer_types=None)
     return folder
 
 
@@ -119,13 +140,6 @@ def _run(modules, outs, features, ids, known, m, last) -> torch.Tensor:
             cache=None,
         )
     return out[0, -1]
-
-
-def rename(folder: Path, change) -> None:
-    """Applies ``change(key) -> key`` to every tensor of a checkpoint."""
-    file = folder / "model.safetensors"
-    tensors = {change(key): x for key, x in load_file(file).items()}
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def edit(folder: Path, **changes) -> None:

@@ -10,10 +10,10 @@ import pytest
 import jspec
 from jspec import decode, drafters, tree, verify
 from jspec.cache import KVCache
-from jspec.drafters import eagle, growth
+from jspec.drafters import eagle, growth, mtp
 from jspec.prefill import fill_cache
 from jspec.testing import scripted, tiny
-from jspec.train.recipes import fresh_eagle1, fresh_eagle3
+from jspec.train.recipes import fresh_eagle1, fresh_eagle3, fresh_mtp
 
 MODEL = tiny.model(seed=3)
 VOCAB = MODEL.target.config.vocab_size
@@ -49,6 +49,14 @@ def eagle_draft(head, grower):
 def eagle3_head():
     ids = np.arange(0, VOCAB, 2, dtype=np.int32)  # half of the vocabulary
     return fresh_eagle3(MODEL, (0, 1, 2), ids, jax.random.key(1))
+
+
+def modules_draft(count, grower):
+    """Modules that begin as the target's last layer, each with noise of its own."""
+    every = [fresh_mtp(MODEL, jax.random.key(m)) for m in range(count)]
+    weights = tuple(m.weights[0] for m in every)
+    drafter = mtp.drafter(every[0].design, grower, count)
+    return jspec.Draft(drafter, weights[0] if count == 1 else weights, "mtp", VOCAB)
 
 
 PAIRS = tree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
@@ -93,6 +101,8 @@ CASES = {
         eagle3_head(), growth.dynamic(7, 3, 3, least=0.02, widths=(1, 3))
     ),
     "eagle3-chain": lambda: eagle_draft(eagle3_head(), growth.chain(3)),
+    "mtp-chain": lambda: modules_draft(1, growth.chain(3)),
+    "mtp-modules": lambda: modules_draft(2, growth.chain(3)),
     "medusa": lambda: heads("medusa", BUSHY),
     "blockwise": lambda: heads("blockwise", tree.line(3)),
     "hydra": lambda: heads("hydra", BUSHY),

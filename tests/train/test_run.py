@@ -24,7 +24,11 @@ MODEL = tiny.model(
     max_position=128,
 )
 SMALL = dict(batch=2, length=48, warmup=3, every=10, held=2, lr=3e-3)
-OWN = {"eagle1": {}, "eagle3": {"draft_vocab": 200, "steps": 2, "taps": (0, 2, 3)}}
+OWN = {
+    "eagle1": {},
+    "eagle3": {"draft_vocab": 200, "steps": 2, "taps": (0, 2, 3)},
+    "mtp": {},
+}
 
 
 @pytest.fixture(scope="module")
