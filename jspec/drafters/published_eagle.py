@@ -213,36 +213,32 @@ def _speculators_config(head: Head, layers: dict, draft_size: int) -> dict:
 
 
 def _table(design: Design, layout: str) -> dict[str, Place]:
-    """Key -> place in ``Weights`` of everything in the layers, and the last norm."""
+    """Key -> place in ``Weights`` of everything trained but fc, its norm and the head."""
     config, wide = design.config, design.first is eagle.eagle3
-    width = (config.hidden,)
+    width = config.hidden
     table: dict[str, Place] = {}
     for i in range(config.layers):
-        first = wide and i == 0
-        prefix = "midlayer." if first and layout == OFFICIAL else f"layers.{i}."
-        for key, place in names.layer_places(config, i).items():
-            if i == 0 and key == "input_layernorm.weight":
+        prefix = f"layers.{i}."
+        if wide and i == 0 and layout == OFFICIAL:
+            prefix = "midlayer."
+        for name, place in names.of_layer(config, i).items():
+            if i == 0 and name == "input_layernorm.weight":
                 continue  # EAGLE-1 has none, EAGLE-3's norms the embedding
-            if first and key.endswith(
-                ("q_proj.weight", "k_proj.weight", "v_proj.weight")
-            ):
-                place = place._replace(
-                    shape=(place.shape[0], 2 * config.hidden),
-                    array=(*place.array[:-1], 2 * config.hidden),
+            if i == 0 and wide and place.path[-1] == "qkv":
+                shape, array = (
+                    (*x[:-1], 2 * width) for x in (place.shape, place.array)
                 )
-            table[prefix + key] = place
-        if first:
-            for key, field in _FIRST_NORMS.items():
-                table[prefix + key] = names.whole((field,), width)
+                place = place._replace(shape=shape, array=array)
+            table[f"{prefix}{name}"] = place
+        if wide and i == 0:
+            for name, field in _FIRST_NORMS.items():
+                table[f"{prefix}{name}.weight"] = names.whole((field,), (width,))
     if wide:
-        table["norm.weight"] = names.whole(("final_norm",), width)
+        table["norm.weight"] = names.whole(("final_norm",), (width,))
     return table
 
 
-_FIRST_NORMS = {
-    "input_layernorm.weight": "embed_norm",
-    "hidden_norm.weight": "hidden_norm",
-}
+_FIRST_NORMS = {"input_layernorm": "embed_norm", "hidden_norm": "hidden_norm"}
 
 
 def _shapes(design: Design, layout: str, found: dict, target: Model):

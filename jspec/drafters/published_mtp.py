@@ -263,7 +263,7 @@ def _places(
         f"{prefix}{name}.weight": names.whole((field,), shape)
         for name, field, shape in zip(layout.names, _FIELDS, shapes, strict=True)
     }
-    for name, place in names.layer_places(config, 0).items():
+    for name, place in names.of_layer(config, 0).items():
         table[f"{layout.layer(depth, module)}{name}"] = place
     return table
 

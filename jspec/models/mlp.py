@@ -1,4 +1,4 @@
-"""The gated MLP."""
+"""The gated MLP of a layer."""
 
 from __future__ import annotations
 

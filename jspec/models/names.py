@@ -18,14 +18,14 @@ from jspec.models.moe import Moe
 from jspec.models.transformer import Weights
 
 Path = tuple[str | int, ...]
-
-# Fields of a layer that are one product ``[*lead, in]``, and how many axes they have;
-# those of experts have one more.
-PRODUCTS = {"qkv": 4, "out": 2, "gate_up": 3, "down": 2}
 Shape = tuple[int, ...]
 
 # Arrays that are float32 in every model: rounding them would send tokens elsewhere.
 FLOAT32 = ("router", "correction")
+
+# Arrays of a layer, ``[*lead, in]``, that one product with ``linear`` reads, and their
+# axes: those of experts have one more.
+PRODUCTS = {"qkv": 4, "out": 2, "gate_up": 3, "down": 2}
 
 
 class Place(NamedTuple):
@@ -76,22 +76,22 @@ def places(config: Config) -> dict[str, Place]:
     if not config.tie_embeddings:
         out["lm_head.weight"] = whole(("head",), table)
     for i in range(config.layers):
-        for key, place in layer_places(config, i).items():
-            out[f"model.layers.{i}.{key}"] = place
+        for name, place in of_layer(config, i).items():
+            out[f"model.layers.{i}.{name}"] = place
     return out
 
 
-def layer_places(config: Config, layer: int) -> dict[str, Place]:
+def of_layer(config: Config, layer: int) -> dict[str, Place]:
     """The same for one layer, keys without ``model.layers.{layer}.``"""
     out = {}
-    for key, stem in stems(config, layer).items():
+    for name, stem in stems(config, layer).items():
         path = ("layers", layer, *stem.field.split("."))
         array = stem.array or stem.shape
-        out[key] = Place(path, stem.index, stem.shape, array)
+        out[name] = Place(path, stem.index, stem.shape, array)
         if stem.bias:
             path = (*path[:-1], f"{path[-1]}_bias")
             place = Place(path, stem.index, stem.shape[:1], array[:-1])
-            out[f"{key.removesuffix('weight')}bias"] = place
+            out[f"{name.removesuffix('weight')}bias"] = place
     return out
 
 

@@ -92,31 +92,40 @@ class Writing:
     finite: Array
 
 
-@functools.partial(jax.jit, static_argnames=("target", "plan", "rows", "part", "dtype"))
 def begin(
     params: Any, *, target: Target, plan: Plan, rows: int, part: int, dtype=jnp.float32
 ) -> Writing:
     """The start of a part of ``part`` conversations, ``rows`` of them at a time."""
-    prefix = plan.form.prefix
-    # A row more than is used: a cache is written one row beyond its length.
-    slots = len(prefix) + plan.width + 1
-    cache, _ = fill_cache(
-        target,
+    prefix = jnp.array([plan.form.prefix], jnp.int32)
+    length = jnp.array([prefix.shape[1]], jnp.int32)
+    return _begin(
         params,
-        jnp.broadcast_to(jnp.array(prefix, jnp.int32), (rows, len(prefix))),
-        jnp.full(rows, len(prefix)),
-        slots=slots,
+        prefix,
+        length,
+        target=target,
+        slots=prefix.shape[1] + plan.width + 1,  # a cache is written one row ahead
+        rows=rows,
+        shape=(part, plan.width),
         dtype=dtype,
     )
+
+
+# The length is an argument: XLA would fold the masks of a constant one for minutes.
+@functools.partial(
+    jax.jit, static_argnames=("target", "slots", "rows", "shape", "dtype")
+)
+def _begin(params, prefix, length, *, target, slots, rows, shape, dtype) -> Writing:
+    one, _ = fill_cache(target, params, prefix, length, slots=slots, dtype=dtype)
+    part = shape[0]
     zeros = jnp.zeros(rows, jnp.int32)
     return Writing(
-        cache=cache,
-        pending=jnp.full(rows, prefix[-1], jnp.int32),
+        cache=jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), one),
+        pending=jnp.repeat(prefix[:, -1], rows),
         row=jnp.arange(rows, dtype=jnp.int32),
         place=zeros,
         user=zeros,
         next=jnp.int32(rows),
-        tokens=jnp.zeros((part, plan.width), jnp.int32),
+        tokens=jnp.zeros(shape, jnp.int32),
         users=jnp.zeros(part, jnp.int32),
         sizes=jnp.zeros(part, jnp.int32),
         finite=jnp.bool_(True),

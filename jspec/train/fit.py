@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 from jax.sharding import Mesh
@@ -62,7 +63,7 @@ def fit(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     out: str | Path,
     every: int = 500,
-    evaluate: Callable[[Any], dict[str, float]] | None = None,
+    evaluate: Callable[[Any], dict[str, Any]] | None = None,
     seed: int = 0,
     mesh: Mesh | None = None,
 ) -> Any:
@@ -86,8 +87,8 @@ def fit(
       optimizer: its schedule is part of the run: continue with the same.
       out: folder, made if it is missing.
       every: steps between checkpoints.
-      evaluate: ``params -> {name: value}`` on held-out data; names appear in the
-        metrics as ``eval/name``.
+      evaluate: ``params -> {name: value}`` on held-out data, a number or a vector (of
+        acceptance by depth, say); names appear in the metrics as ``eval/name``.
       seed: of the keys given to ``loss``.
       mesh: of one axis ``data`` that the batch's rows are split over
         (``parallel.data_mesh``); None is one device.
@@ -123,14 +124,13 @@ def fit(
         ):
             if start:
                 m.say(f"continuing {out} after step {start}")
-            batch = parallel.shard(data(start), mesh)
+            batches = (parallel.shard(data(i), mesh) for i in range(start, steps))
+            batch = next(batches, None)
             for number in range(start + 1, steps + 1):
-                begin = time.perf_counter()
-                tokens = _tokens(batch)
+                begin, tokens = time.perf_counter(), _tokens(batch)
                 state, values = _step(loss, state, batch, seed, optimizer=optimizer)
-                if number < steps:  # asked for before this step is waited for
-                    batch = parallel.shard(data(number), mesh)
-                line = {"step": number, **jax.tree.map(float, values)}
+                batch = next(batches, None)  # before this step is waited for
+                line = {"step": number, **_plain(values)}
                 _check_finite(line, saved.latest)
                 stop, due = wish.number, number % every == 0 or number == steps
                 if due and evaluate is not None:
@@ -169,10 +169,19 @@ def _tokens(batch: Any) -> int:
     return rows * tokens
 
 
-def _evaluated(found: dict[str, float], step: int, say: Callable) -> dict[str, float]:
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Numbers, and lists of numbers, for JSON."""
+    return {name: np.asarray(value).tolist() for name, value in values.items()}
+
+
+def _evaluated(found: dict[str, Any], step: int, say: Callable) -> dict[str, Any]:
     """Held-out metrics under their names in the file, and said aloud."""
-    line = {f"eval/{name}": float(value) for name, value in found.items()}
-    say(f"step {step}: " + ", ".join(f"{n} {v:.4g}" for n, v in line.items()))
+    line = {f"eval/{name}": value for name, value in _plain(found).items()}
+    said = [
+        f"{name} " + " ".join(f"{v:.4g}" for v in np.ravel(value))
+        for name, value in line.items()
+    ]
+    say(f"step {step}: " + ", ".join(said))
     return line
 
 

@@ -116,7 +116,10 @@ class Meter:
 
 
 def curve(log: str | Path, png: str | Path) -> None:
-    """Draws every metric of a metrics file over the steps, one panel each."""
+    """Draws every metric of a metrics file over the steps, one panel each.
+
+    A vector is as many lines.
+    """
     from matplotlib.figure import Figure  # late: a second, and only at the end
 
     lines = read(log)

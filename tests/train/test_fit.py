@@ -101,6 +101,7 @@ def test_it_learns_and_says_so(whole, capfd):
     assert list(found) == [10, 20, 30, 40, 50, 60]
     assert found[60] < 0.1 * small_run.held_out(small_run.params())["error"]
     assert found[60] == small_run.held_out(params)["error"]
+    assert lines(out)[59]["eval/both"] == small_run.held_out(params)["both"].tolist()
     assert [line["step"] for line in lines(out)] == list(range(1, 61))
     assert files(out).curve.read_bytes().startswith(b"\x89PNG")
     assert saved(out) == [50, 60]
@@ -191,7 +192,7 @@ def test_signals_save_and_leave(whole, tmp_path, number):
     assert f"{number.name}: saved after step {step}" in said
     assert "run the same command again" in said
     small_run.run(tmp_path, 60)
-    drop = ("seconds", "eval/error")  # evaluated at other steps
+    drop = ("seconds", "eval/error", "eval/both")  # evaluated at other steps
     assert lines(tmp_path, drop) == lines(out, drop)
 
 
