@@ -221,7 +221,13 @@ def _assert_as_new(draft, state):
     )
     context = jspec.Context(state.tokens, state.length, state.sampling, features)
     fresh = draft.drafter.init(draft.params, context)
-    chex.assert_trees_all_close(_live(state.draft), _live(fresh), atol=1e-5)
+    jax.tree.map(_assert_close, _live(state.draft), _live(fresh))
+
+
+def _assert_close(got, want):
+    """Equal but for rounding, which grows with the values: hidden states reach 16."""
+    scale = max(1.0, float(np.abs(want).max(initial=0)))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * scale)
 
 
 def _live(state):
