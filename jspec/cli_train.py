@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from pathlib import Path
 
 import jax
 
 from jspec.drafters import growth, load_drafter
-from jspec.drafters.published_eagle import Head, load_eagle
+from jspec.drafters.eagle import Design, Weights
+from jspec.drafters.published_eagle import load_eagle
+from jspec.drafters.published_mtp import is_mtp, load_mtp
+from jspec.drafters.tensors import read_config
 from jspec.generation import generate
-from jspec.models import load
+from jspec.models import Model, load
 from jspec.prompts import load_prompts
 
 TRAIN = """Trains a head for a target on text that the target wrote itself.
@@ -38,7 +42,7 @@ def add_train(command: argparse.ArgumentParser) -> None:
     """Options of ``jspec train``."""
     command.set_defaults(run=_train)
     add = command.add_argument
-    add("method", metavar="METHOD", help="eagle1 (EAGLE-2's too) or eagle3")
+    add("method", metavar="METHOD", help="eagle1 (EAGLE-2's too), eagle3, mtp")
     add("--target", default="smollm2-135m", metavar="MODEL", help="(smollm2-135m)")
     add(
         "--corpus", nargs="+", required=True, metavar="FILE", help="conversations, .npz"
@@ -75,15 +79,15 @@ def _train(args: argparse.Namespace) -> None:
     }
     options = Options(**(own | (_SMOKE if args.smoke else {})))
     if args.start:
-        options.recipe["start"] = load_eagle(args.start, model)
+        read = load_mtp if args.method == "mtp" else load_eagle
+        options.recipe["start"] = read(args.start, model)
     head = train(args.method, model, args.corpus, args.out, options, _say)
     _say(f"the head is in {head}")
 
 
 def _inspect(args: argparse.Namespace) -> None:
     model = load(args.target)
-    head = load_eagle(args.head, model)
-    for name, value in _facts(head).items():
+    for name, value in _facts(Path(args.head), model).items():
         print(f"{name:24}{value}")
     draft = load_drafter(args.head, model, grower=growth.chain(1, dense=False))
     prompts = [question.prompt for question in load_prompts(None, args.limit)]
@@ -96,13 +100,21 @@ def _inspect(args: argparse.Namespace) -> None:
     print(f"{'first guess right':24}{sum(shares) / len(shares):.2f} of the rounds")
 
 
-def _facts(head: Head) -> dict[str, object]:
-    """What was understood, by name."""
-    design, weights, config = head.design, head.weights, head.design.config
+def _facts(folder: Path, model: Model) -> dict[str, object]:
+    """What was understood of a folder, by name."""
+    if is_mtp(read_config(folder)):
+        modules = load_mtp(folder, model)
+        facts = {"prediction modules": len(modules.weights)}
+        return facts | _facts_of(modules.design, modules.weights[0])
+    head = load_eagle(folder, model)
+    return {"layout": head.layout} | _facts_of(head.design, head.weights)
+
+
+def _facts_of(design: Design, weights: Weights) -> dict[str, object]:
+    config = design.config
     taps = ", ".join(map(str, design.taps))
     own = dataclasses.replace(weights, embed=None, to_target=None)
     return {
-        "layout": head.layout,
         "kind": design.first.__name__,
         "layers": f"{config.layers} of width {config.hidden}, {config.heads} heads, "
         f"{config.kv_heads} kv heads of {config.head_dim}",

@@ -1,5 +1,6 @@
 """From a corpus to a head that drafts: every recipe, with and without a break."""
 
+import jax
 import numpy as np
 import pytest
 from chats import EOS, chat_tokenizer
@@ -7,10 +8,11 @@ from chats import EOS, chat_tokenizer
 import jspec
 from jspec import cli, models
 from jspec.drafters.published_eagle import load_eagle
+from jspec.drafters.published_mtp import load_mtp, save_mtp
 from jspec.testing import tiny
 from jspec.train import metrics
 from jspec.train.corpus import Corpus, Document, read
-from jspec.train.recipes import RECIPES, vocabulary
+from jspec.train.recipes import RECIPES, fresh_mtp, vocabulary
 from jspec.train.run import Options, train
 from jspec.train.selfgen import selfgen
 
@@ -73,6 +75,21 @@ def test_the_command_trains_and_goes_on(corpus_files, tmp_path, capsys):
     assert cli.main(["inspect", str(out / "head"), "--target", str(target)]) == 0
     said = capsys.readouterr().out
     assert "eagle3" in said and "first guess right" in said
+
+
+def test_a_module_is_trained_further_and_inspected(corpus_files, tmp_path, capsys):
+    target = str(models.save(MODEL, tmp_path / "target"))
+    fresh = save_mtp(fresh_mtp(MODEL, jax.random.key(5)), tmp_path / "fresh")
+    words = ["train", "mtp", "--target", target, "--out", str(tmp_path / "run")]
+    words += ["--smoke", "--length", "48", "--corpus", *map(str, corpus_files)]
+    assert cli.main([*words, "--start", str(fresh)]) == 0
+    start, end = (load_mtp(f, MODEL) for f in (fresh, tmp_path / "run" / "head"))
+    moved = np.abs(start.weights[0].fc - end.weights[0].fc).max()
+    assert 0 < moved < 0.1
+    module = str(tmp_path / "run" / "head")
+    assert cli.main(["inspect", module, "--target", target, "--limit", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "embedding_first" in said and "first guess right" in said
 
 
 @pytest.mark.parametrize(
