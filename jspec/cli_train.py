@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from typing import Any
 
 import jax
 
@@ -69,11 +70,12 @@ def _train(args: argparse.Namespace) -> None:
     from jspec.train.run import Options, train  # optax and orbax take a second
 
     model = load(args.target, dtype="float32")
-    own = {
+    own: dict[str, Any] = {
         name: getattr(args, name)
         for name in ("steps", "batch", "length", "lr", "every", "seed", "cache")
     }
-    options = Options(**(own | (_SMOKE if args.smoke else {})))
+    smoke: dict[str, Any] = _SMOKE if args.smoke else {}
+    options = Options(**(own | smoke))
     if args.start:
         options.recipe["start"] = load_eagle(args.start, model)
     head = train(args.method, model, args.corpus, args.out, options, _say)
