@@ -89,7 +89,9 @@ def eagle3(
       seed: of the weights that have no better start.
     """
     layers = target.config.layers
-    taps = taps or (layers // 3, 2 * layers // 3, layers - 1)
+    # Lists that begin with 1 mean something else in published configs.
+    low = layers // 3 if layers >= 6 else 0
+    taps = taps or (low, 2 * layers // 3, layers - 1)
     if start is None:
         vocab_size = target.config.vocab_size
         ids = vocabulary(corpus, min(draft_vocab, vocab_size), vocab_size)
