@@ -14,6 +14,7 @@ from jspec.drafters.published_eagle import Head, load_eagle
 from jspec.generation import generate
 from jspec.models import load
 from jspec.prompts import load_prompts
+from jspec.text import encode
 
 TRAIN = """Trains a head for a target on text that the target wrote itself.
 
@@ -88,10 +89,13 @@ def _inspect(args: argparse.Namespace) -> None:
     for name, value in _facts(head).items():
         print(f"{name:24}{value}")
     draft = load_drafter(args.head, model, grower=growth.chain(1, dense=False))
-    prompts = [question.prompt for question in load_prompts(None, args.limit)]
+    texts = [question.prompt for question in load_prompts(None, args.limit)]
+    room = model.config.max_position - args.max_new_tokens
+    encoded = encode(model.tokenizer, texts, model.config.vocab_size)
+    prompts = [ids[:room] for ids in encoded]
     shares = [
         generate(
-            model, draft, prompt, max_new_tokens=args.max_new_tokens
+            model, draft, [prompt], max_new_tokens=args.max_new_tokens
         ).stats.acceptance_by_depth[0]
         for prompt in prompts
     ]
