@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -17,6 +18,7 @@ from jspec.drafters.tensors import read_config
 from jspec.generation import generate
 from jspec.models import Model, load
 from jspec.prompts import load_prompts
+from jspec.text import encode
 
 TRAIN = """Trains a head for a target on text that the target wrote itself.
 
@@ -73,11 +75,12 @@ def _train(args: argparse.Namespace) -> None:
     from jspec.train.run import Options, train  # optax and orbax take a second
 
     model = load(args.target, dtype="float32")
-    own = {
+    own: dict[str, Any] = {
         name: getattr(args, name)
         for name in ("steps", "batch", "length", "lr", "every", "seed", "cache")
     }
-    options = Options(**(own | (_SMOKE if args.smoke else {})))
+    smoke: dict[str, Any] = _SMOKE if args.smoke else {}
+    options = Options(**(own | smoke))
     if args.start:
         read = load_mtp if args.method == "mtp" else load_eagle
         options.recipe["start"] = read(args.start, model)
@@ -90,10 +93,13 @@ def _inspect(args: argparse.Namespace) -> None:
     for name, value in _facts(Path(args.head), model).items():
         print(f"{name:24}{value}")
     draft = load_drafter(args.head, model, grower=growth.chain(1, dense=False))
-    prompts = [question.prompt for question in load_prompts(None, args.limit)]
+    texts = [question.prompt for question in load_prompts(None, args.limit)]
+    room = model.config.max_position - args.max_new_tokens
+    encoded = encode(model.tokenizer, texts, model.config.vocab_size)
+    prompts = [ids[:room] for ids in encoded]
     shares = [
         generate(
-            model, draft, prompt, max_new_tokens=args.max_new_tokens
+            model, draft, [prompt], max_new_tokens=args.max_new_tokens
         ).stats.acceptance_by_depth[0]
         for prompt in prompts
     ]

@@ -97,7 +97,7 @@ def from_paths(paths: Iterable[Iterable[int]]) -> Topology:
       ValueError: no path, one path twice, or a path whose beginning is missing.
     """
     ordered = sorted((tuple(p) for p in paths), key=_by_level)
-    index = {(): 0}
+    index: dict[tuple[int, ...], int] = {(): 0}
     parent, rank = [-1], [-1]
     for path in ordered:
         if not path or path in index:

@@ -45,12 +45,12 @@ class Weights:
     embed: Array
     layers: tuple[Layer, ...]
     head: Array | Rows
-    fc: Array | None = None
-    fc_bias: Array | None = None
-    feature_norm: Array | None = None
-    embed_norm: Array | None = None
-    hidden_norm: Array | None = None
-    final_norm: Array | None = None
+    fc: Any = None
+    fc_bias: Any = None
+    feature_norm: Any = None
+    embed_norm: Any = None
+    hidden_norm: Any = None
+    final_norm: Any = None
     to_target: Array | None = None
 
 

@@ -83,15 +83,18 @@ def eagle3(
       corpus: gives the draft vocabulary.
       taps: features to read; by default what layers ``n/3``, ``2n/3`` and ``n - 1``
         receive, for the last of them is where the head begins.
-      draft_vocab: ids the head can draft.
+      draft_vocab: ids the head can draft; all, if the target has fewer.
       steps, decay: of the training-time test.
       start: a head to go on from; its own taps and vocabulary are kept.
       seed: of the weights that have no better start.
     """
     layers = target.config.layers
-    taps = taps or (layers // 3, 2 * layers // 3, layers - 1)
+    # Lists that begin with 1 mean something else in published configs.
+    low = layers // 3 if layers >= 6 else 0
+    taps = taps or (low, 2 * layers // 3, layers - 1)
     if start is None:
-        ids = vocabulary(corpus, draft_vocab, target.config.vocab_size)
+        vocab_size = target.config.vocab_size
+        ids = vocabulary(corpus, min(draft_vocab, vocab_size), vocab_size)
         start = fresh_eagle3(target, taps, ids, jax.random.key(seed))
     design, whole = start.design, start.weights
 

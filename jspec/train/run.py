@@ -95,8 +95,9 @@ def train(
 
 def optimizer(options: Options) -> optax.GradientTransformation:
     """AdamW without decay, betas 0.9 and 0.95 as EAGLE's, clipped, on a cosine."""
+    warmup = min(options.warmup, options.steps // 2)
     rate = optax.warmup_cosine_decay_schedule(
-        0.0, options.lr, options.warmup, max(options.steps, 2), options.lr / 20
+        0.0, options.lr, warmup, max(options.steps, warmup + 1), options.lr / 20
     )
     return optax.chain(
         optax.clip_by_global_norm(options.clip),
