@@ -40,13 +40,16 @@ def main() -> None:
     theirs = _in_transformers(model)
     prompts = load_prompts(args.prompts, args.limit)
     ngram, hf = drafters.ngram(gamma=args.gamma), {"prompt_lookup_num_tokens": 10}
+    vocab_size = model.target.config.vocab_size
+    encoded = encode(model.tokenizer, [q.prompt for q in prompts], vocab_size)
+    encoded = [ids[: SLOTS - args.max_new_tokens] for ids in encoded]
     for drafter, extra in ((None, {}), (ngram, hf)):  # compile and warm up
+        for ids in encoded:  # prompts of other lengths have programs of their own
+            jspec.generate(model, drafter, [ids], max_new_tokens=1, slots=SLOTS)
         _both(model, theirs, drafter, extra, [1, 2, 3], args)
     plain, lookup = [], []
-    for question in track(prompts, "decoding in turn"):
-        ids = encode(
-            model.tokenizer, [question.prompt], model.target.config.vocab_size
-        )[0][: SLOTS - args.max_new_tokens]
+    pairs = list(zip(prompts, encoded, strict=True))
+    for question, ids in track(pairs, "decoding in turn"):
         plain.append(_both(model, theirs, None, {}, ids, args))
         if question.category in LOOKUP_CATEGORIES:
             lookup.append(_both(model, theirs, ngram, hf, ids, args) + plain[-1])

@@ -7,19 +7,8 @@ drafts --depth tokens in a row.
 """
 
 import sys
-from collections.abc import Sequence
 
-from jspec import bench
-from jspec.heads import add_tree_arguments, tree_methods
-
-HEAD = "checkpoints/eagle-smollm2-135m"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = bench.argument_parser(__doc__, {"drafter": HEAD})
-    add_tree_arguments(parser, kind="static")
-    return bench.main(parser, tree_methods, argv)
-
+from jspec.tree_options import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, "eagle-smollm2-135m", kind="static"))

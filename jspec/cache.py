@@ -56,13 +56,9 @@ class KVCache:
         ``length + P <= slots``. (``dynamic_update_slice`` clamps silently, which would
         shift the write onto live rows.) Rows after ``count`` are dead.
         """
-        node = jnp.maximum(path, 0)
-        k = tuple(
-            _put(c, b, node, self.length, 3) for c, b in zip(self.k, kv.k, strict=True)
-        )
-        v = tuple(
-            _put(c, b, node, self.length, 2) for c, b in zip(self.v, kv.v, strict=True)
-        )
+        node, start = jnp.maximum(path, 0), _start(self.length, count)
+        k = tuple(_put(c, b, node, start, 3) for c, b in zip(self.k, kv.k, strict=True))
+        v = tuple(_put(c, b, node, start, 2) for c, b in zip(self.v, kv.v, strict=True))
         return dataclasses.replace(self, k=k, v=v, length=self.length + count)
 
     def crop(self, slots: int) -> KVCache:
@@ -113,10 +109,9 @@ class LatentCache:
 
     def append(self, kv: tuple[Array, ...], path: Array, count: Array) -> LatentCache:
         """As ``KVCache.append``; ``kv`` holds one ``[B, N, 1, R]`` array per layer."""
-        node = jnp.maximum(path, 0)
+        node, start = jnp.maximum(path, 0), _start(self.length, count)
         latent = tuple(
-            _put(c, b, node, self.length, 2)
-            for c, b in zip(self.latent, kv, strict=True)
+            _put(c, b, node, start, 2) for c, b in zip(self.latent, kv, strict=True)
         )
         return dataclasses.replace(self, latent=latent, length=self.length + count)
 
@@ -137,6 +132,15 @@ def init_latent(layers: int, batch: int, dim: int, slots: int, dtype) -> LatentC
         latent=tuple(jnp.zeros((batch, 1, slots, dim), dtype) for _ in range(layers)),
         length=jnp.zeros(batch, jnp.int32),
     )
+
+
+def _start(length: Array, count: Array) -> Array:
+    """``length``, known to XLA only when ``count`` (never negative) is.
+
+    In a loop XLA writes a cache in place only if the write provably follows all reads,
+    and copies it otherwise, twice a round. ``count`` follows from what was read.
+    """
+    return jnp.where(count >= 0, length, 0)
 
 
 def _put(cache: Array, block: Array, node: Array, start: Array, axis: int) -> Array:

@@ -10,9 +10,12 @@ from typing import Any
 
 import jax
 
+from jspec import tree
 from jspec.drafters import growth, load_drafter
 from jspec.drafters.eagle import Design, Weights
+from jspec.drafters.heads import Medusa
 from jspec.drafters.published_eagle import load_eagle
+from jspec.drafters.published_medusa import is_medusa, load_medusa
 from jspec.drafters.published_mtp import is_mtp, load_mtp
 from jspec.drafters.tensors import read_config
 from jspec.generation import generate
@@ -44,7 +47,7 @@ def add_train(command: argparse.ArgumentParser) -> None:
     """Options of ``jspec train``."""
     command.set_defaults(run=_train)
     add = command.add_argument
-    add("method", metavar="METHOD", help="eagle1 (EAGLE-2's too), eagle3, mtp")
+    add("method", metavar="METHOD", help="eagle1 (EAGLE-2's too), eagle3, medusa, mtp")
     add("--target", default="smollm2-135m", metavar="MODEL", help="(smollm2-135m)")
     add(
         "--corpus", nargs="+", required=True, metavar="FILE", help="conversations, .npz"
@@ -57,7 +60,7 @@ def add_train(command: argparse.ArgumentParser) -> None:
     add("--every", type=int, default=200, metavar="N", help="steps a checkpoint (200)")
     add("--seed", type=int, default=0, help="of order and starting weights (0)")
     add("--start", metavar="HEAD", help="a head to go on from instead of a fresh one")
-    add("--cache", action="store_true", help="keep the target's features on disk")
+    add("--cache", metavar="FOLDER", help="keep the target's features there, for reuse")
     add("--smoke", action="store_true", help="a few short steps: does it run?")
 
 
@@ -82,17 +85,23 @@ def _train(args: argparse.Namespace) -> None:
     smoke: dict[str, Any] = _SMOKE if args.smoke else {}
     options = Options(**(own | smoke))
     if args.start:
-        read = load_mtp if args.method == "mtp" else load_eagle
-        options.recipe["start"] = read(args.start, model)
+        options.recipe["start"] = _start(args.method, args.start, model)
     head = train(args.method, model, args.corpus, args.out, options, _say)
     _say(f"the head is in {head}")
+
+
+def _start(method: str, folder: str, model: Model):
+    """A head in the form in which the method's recipe goes on from it."""
+    if method == "medusa":
+        return load_medusa(folder, model, tree.line(1)).params
+    return (load_mtp if method == "mtp" else load_eagle)(folder, model)
 
 
 def _inspect(args: argparse.Namespace) -> None:
     model = load(args.target)
     for name, value in _facts(Path(args.head), model).items():
         print(f"{name:24}{value}")
-    draft = load_drafter(args.head, model, grower=growth.chain(1, dense=False))
+    draft = load_drafter(args.head, model, **_single_guess(args.head))
     texts = [question.prompt for question in load_prompts(None, args.limit)]
     room = model.config.max_position - args.max_new_tokens
     encoded = encode(model.tokenizer, texts, model.config.vocab_size)
@@ -108,12 +117,31 @@ def _inspect(args: argparse.Namespace) -> None:
 
 def _facts(folder: Path, model: Model) -> dict[str, object]:
     """What was understood of a folder, by name."""
+    if is_medusa(read_config(folder)):
+        return _medusa_facts(load_medusa(folder, model, tree.line(1)).params)
     if is_mtp(read_config(folder)):
         modules = load_mtp(folder, model)
         facts = {"prediction modules": len(modules.weights)}
         return facts | _facts_of(modules.design, modules.weights[0])
     head = load_eagle(folder, model)
     return {"layout": head.layout} | _facts_of(head.design, head.weights)
+
+
+def _single_guess(folder: str) -> dict[str, Any]:
+    """Options with which a head drafts its best token alone."""
+    if is_medusa(read_config(Path(folder))):
+        return {"gamma": 1}
+    return {"grower": growth.chain(1, dense=False)}
+
+
+def _medusa_facts(weights: Medusa) -> dict[str, object]:
+    rows, width = weights.heads[0].vocab.shape
+    return {
+        "kind": "medusa",
+        "heads": f"{len(weights.heads)} of width {width}, {weights.layers} blocks each",
+        "draft vocabulary": f"{rows} ids" if weights.to_target is not None else "all",
+        "parameters": _millions(weights.heads),
+    }
 
 
 def _facts_of(design: Design, weights: Weights) -> dict[str, object]:
@@ -133,8 +161,12 @@ def _facts_of(design: Design, weights: Weights) -> dict[str, object]:
         "norm before residual": design.norm_before_residual,
         "normed output fed back": design.norm_output,
         "vocabulary": f"{weights.head.shape[0]} of {weights.embed.shape[0]} ids",
-        "parameters": f"{sum(x.size for x in jax.tree.leaves(own)) / 1e6:.1f}M",
+        "parameters": _millions(own),
     }
+
+
+def _millions(weights: Any) -> str:
+    return f"{sum(x.size for x in jax.tree.leaves(weights)) / 1e6:.1f}M"
 
 
 def _say(message: str) -> None:

@@ -17,8 +17,9 @@ import numpy as np
 
 from jspec import decode, sampling, stats, verify
 from jspec.decode import EOS, FAULT, LENGTH, RUNNING, STOP, Params, State
-from jspec.drafters.loading import Draft
+from jspec.drafters.draft import Draft
 from jspec.models import Model
+from jspec.prefill import chunk_for
 from jspec.text import Detokenizer, Prompt, encode
 from jspec.types import Drafter, Rule
 
@@ -139,6 +140,7 @@ class Request:
             target=self.model.target,
             drafter=self.draft.drafter,
             slots=self.slots,
+            chunk=chunk_for(max(map(len, self.prompts))),
             log_prob=self.log_prob,
             dtype=self.model.dtype,
         )

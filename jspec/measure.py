@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jspec import decode, theory, timing, tree, verify
 from jspec import sampling as smp
 from jspec.decode import State
-from jspec.drafters.loading import Draft
+from jspec.drafters.draft import Draft
 from jspec.generation import Request, prepare
 from jspec.models import Model
 from jspec.timing import Loop, copy_bandwidth

@@ -10,6 +10,16 @@ from jax import lax
 
 from jspec.types import Array, Target, chain
 
+_WIDEST = 128  # rows beyond it gain little speed and cost memory
+_STEP = 32  # so few widths that their programs are soon compiled
+
+
+def chunk_for(tokens: int) -> int:
+    """Tokens to score at once, so that prompts of ``tokens`` fill their chunks well."""
+    scored = max(tokens - 1, 1)
+    chunks = -(-scored // _WIDEST)
+    return -(-scored // (chunks * _STEP)) * _STEP
+
 
 def fill_cache(
     model: Target,
@@ -52,7 +62,8 @@ def fill_cache(
             live=at + jnp.arange(chunk) < length[:, None] - 1,
         )
         out = model.score(params, cache, block, taps=taps, rows="none")
-        cache = cache.append(out.kv, path, jnp.clip(length - 1 - at, 0, chunk))
+        count = _after(jnp.clip(length - 1 - at, 0, chunk), out.kv)
+        cache = cache.append(out.kv, path, count)
         if taps:
             new = jnp.where(block.live[..., None], out.features, 0)
             features = lax.dynamic_update_slice_in_dim(features, new, at, axis=1)
@@ -63,6 +74,15 @@ def fill_cache(
     if taps:
         features = features[:, :width]
     return cache.crop(slots), features
+
+
+def _after(count: Array, kv: Any) -> Array:
+    """``count``, known to XLA only when the last of ``kv`` is (see ``cache``).
+
+    The -1 is never taken; a 0 would let XLA see that counts are never negative.
+    """
+    some = jax.tree.leaves(kv)[-1].ravel()[:2]
+    return jnp.where(jnp.argmax(some) >= 0, count, -1)
 
 
 def _no_features(model: Target, params, cache, tokens: Array, taps):

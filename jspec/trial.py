@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec import stats
-from jspec.drafters.loading import Draft
+from jspec.drafters.draft import Draft
 from jspec.generation import Output, generate, prepare
 from jspec.models import Model
 from jspec.stats import Stats

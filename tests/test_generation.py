@@ -9,7 +9,7 @@ import pytest
 
 import jspec
 from jspec import drafters, verify
-from jspec.prefill import fill_cache
+from jspec.prefill import chunk_for, fill_cache
 from jspec.testing import scripted, tiny
 
 GAMMA = 4
@@ -85,7 +85,12 @@ def test_a_wrong_drafter_near_the_end_of_the_context():
     assert PROMPT + out.tokens[0] == TEXT[0][:16]
 
 
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 66])
+def test_prompts_fill_their_chunks():
+    widths = [chunk_for(tokens) for tokens in (1, 33, 34, 76, 129, 130, 250, 1000)]
+    assert widths == [32, 32, 64, 96, 128, 96, 128, 128]
+
+
+@pytest.mark.parametrize("length", [1, 2, 32, 33, 34, 65, 129, 130])
 def test_prompt_lengths_around_the_prefill_chunk(length):
     prompt = [(7 * i) % VOCAB for i in range(length)]
     plain = jspec.generate(MODEL, None, [prompt], max_new_tokens=8).tokens[0]

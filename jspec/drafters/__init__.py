@@ -1,9 +1,10 @@
 """Who drafts. One file per family; each gives a ``Drafter`` of four fields."""
 
 from jspec.drafters import eagle, growth
+from jspec.drafters.draft import Draft
 from jspec.drafters.heads import blockwise, medusa
 from jspec.drafters.hydra import hydra
-from jspec.drafters.loading import Draft, load_drafter
+from jspec.drafters.loading import load_drafter
 from jspec.drafters.multi_token import multi_token
 from jspec.drafters.ngram import first, first_whole, latest, ngram
 from jspec.drafters.published_medusa import load_medusa, save_medusa

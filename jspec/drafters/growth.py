@@ -19,11 +19,12 @@ from jax import lax
 from jspec import sampling as smp
 from jspec.sampling import Sampling
 from jspec.tree import Topology, line
-from jspec.types import Array
+from jspec.types import Array, DraftShape
 
 # Extends nodes of one level: ``(at, token [B, n], row [B, n]) -> (logits [B, n, V'], at)``.
 # ``row`` says which row of the level before is a node's parent; ``at`` is the network's own
-# record of that level. Tokens are draft ids.
+# record of that level. Tokens are draft ids. Heads that do not read the path give
+# ``[B, 1, V']``, the same guesses for every node.
 Extend = Callable[[Any, Array, Array], tuple[Array, Any]]
 
 
@@ -62,6 +63,10 @@ class Grower(NamedTuple):
     replace: bool = True
     widths: tuple[int, ...] = ()
 
+    def shape(self, taps: tuple[int, ...]) -> DraftShape:
+        """The shape of a drafter that grows its blocks so and reads ``taps``."""
+        return DraftShape(self.nodes, self.depth, taps, self.dense, self.widths)
+
 
 class _Levels(NamedTuple):
     """A topology cut into levels; everything is static.
@@ -96,10 +101,9 @@ def ranked(topology: Topology) -> Grower:
     ``topology.rank[i]``. Point masses."""
     levels = _levels(topology)
 
-    def choose(logits: Array, count: int, key, sampling):
-        del key, sampling
-        log_prob = jax.nn.log_softmax(logits, -1)
-        value, token = lax.top_k(log_prob, count)
+    def choose(logits: Array, count: int, key, depth, sampling):
+        del key, depth, sampling
+        token, value = _best(logits, count)
         return token, value, jnp.ones(token.shape, bool), None
 
     return _static(topology, levels, choose, dense=False)
@@ -126,7 +130,8 @@ def sampled(topology: Topology) -> Grower:
                 f"the first draws, 0 .. {len(ranks) - 1}"
             )
 
-    def choose(logits: Array, count: int, key: Array, sampling: Sampling):
+    def choose(logits: Array, count: int, key: Array, depth: int, sampling: Sampling):
+        key = jax.vmap(lambda k: jax.random.fold_in(k, depth))(key)
         law = jax.vmap(lambda z: smp.draft_law(z, sampling), 1, 1)(logits)
         keys = jax.vmap(lambda k: jax.random.split(k, logits.shape[1]))(key)
         token = jax.vmap(jax.vmap(functools.partial(_draw_distinct, count)))(keys, law)
@@ -146,6 +151,16 @@ def chain(gamma: int, dense: bool = True) -> Grower:
     if gamma < 1:
         raise ValueError(f"gamma is {gamma}; a drafter needs at least 1")
     return (sampled if dense else ranked)(line(gamma))
+
+
+def _best(logits: Array, count: int) -> tuple[Array, Array]:
+    """The ``count`` best tokens of ``logits [..., V']``, and their log-probabilities.
+
+    Never above 0, in float32 as well, so that a path is never more probable than its
+    beginning.
+    """
+    value, token = lax.top_k(logits, count)
+    return token, value - jax.nn.logsumexp(logits, -1, keepdims=True)
 
 
 def _draw_distinct(count: int, key: Array, p: Array) -> Array:
@@ -168,14 +183,16 @@ def _static(topology: Topology, levels: _Levels, choose, dense: bool) -> Grower:
         logits, score = logits[:, None], jnp.zeros((batch, 1))
         alive = jnp.ones((batch, 1), bool)
         tokens, lives, scores, laws = [], [], [], []
-        keys = jax.vmap(lambda k: jax.random.split(k, topology.depth))(key)
         for d, (row, rank, inner) in enumerate(zip(*levels, strict=True)):
             row, rank = jnp.asarray(row), jnp.asarray(rank)
             count = max(levels.rank[d]) + 1
-            token, value, exists, law = choose(logits, count, keys[:, d], sampling)
-            token = token[:, row, rank].astype(jnp.int32)
-            score = score[:, row] + value[:, row, rank]
-            alive = alive[:, row] & exists[:, row, rank]
+            if dense:  # every node draws for itself
+                logits = jnp.broadcast_to(logits, (batch, score.shape[1], vocab))
+            token, value, exists, law = choose(logits, count, key, d, sampling)
+            own = row if logits.shape[1] > 1 else jnp.zeros_like(row)
+            token = token[:, own, rank].astype(jnp.int32)
+            score = score[:, row] + value[:, own, rank]
+            alive = alive[:, row] & exists[:, own, rank]
             tokens.append(token)
             lives.append(alive)
             scores.append(score)
@@ -264,16 +281,16 @@ def dynamic(
 def _candidates(extend: Extend, at, logits: Array, depth: int, width: int):
     """Tokens, path log-probabilities and parents (-1 at level 1) of all candidates."""
     batch = logits.shape[0]
-    score, token = lax.top_k(jax.nn.log_softmax(logits, -1), width)
+    token, score = _best(logits, width)
     parent = jnp.full_like(token, -1)
     tokens, scores, parents = [token], [score], [parent]
     frontier = jnp.broadcast_to(jnp.arange(width), (batch, width))  # candidate ids
     row, first = jnp.zeros_like(token), width
     for d in range(1, depth):
         logits, at = extend(at, token, row)
-        value, guess = lax.top_k(jax.nn.log_softmax(logits, -1), width)
+        guess, value = _best(logits, width)
         flat = (score[..., None] + value).reshape(batch, -1)
-        guess = guess.reshape(batch, -1)
+        guess = jnp.broadcast_to(guess, (batch, width, width)).reshape(batch, -1)
         tokens.append(guess)
         scores.append(flat)
         parents.append(jnp.repeat(frontier, width, 1))

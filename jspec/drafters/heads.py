@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jspec import tree
-from jspec.drafters.static_tree import check, tree_drafter
+from jspec.drafters import growth
+from jspec.drafters.feature_heads import check, tree_drafter
 from jspec.models.linear import linear
 from jspec.tree import Topology
 from jspec.types import Array, Drafter
@@ -92,7 +93,7 @@ def medusa(
     """
     for head in weights.heads:
         check(weights, len(weights.heads), head.vocab, vocab_size, topology)
-    return tree_drafter(_medusa_guess, topology, vocab_size)
+    return tree_drafter(_medusa_guess, growth.ranked(topology), vocab_size)
 
 
 def _medusa_guess(weights: Medusa, k: int, feature: Array, path: Array) -> Array:
@@ -165,7 +166,7 @@ def blockwise(
     count = weights.down.shape[0]
     topology = tree.line(count) if topology is None else topology
     check(weights, count, weights.vocab, vocab_size, topology)
-    return tree_drafter(_blockwise_guess, topology, vocab_size)
+    return tree_drafter(_blockwise_guess, growth.ranked(topology), vocab_size)
 
 
 def _blockwise_guess(weights: Blockwise, k: int, feature: Array, path: Array) -> Array:

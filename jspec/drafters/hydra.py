@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jspec import tree
-from jspec.drafters.static_tree import check, tree_drafter
+from jspec.drafters import growth
+from jspec.drafters.feature_heads import check, tree_drafter
 from jspec.models.linear import linear
 from jspec.tree import Topology
 from jspec.types import Array, Drafter
@@ -93,7 +94,7 @@ def hydra(
     """
     for head in weights.heads:
         check(weights, len(weights.heads), head.vocab, vocab_size, topology)
-    return tree_drafter(_guess, topology, vocab_size)
+    return tree_drafter(_guess, growth.ranked(topology), vocab_size)
 
 
 def _guess(weights: Hydra, k: int, feature: Array, path: Array) -> Array:

@@ -4,46 +4,35 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
 
+from jspec import tree
 from jspec.drafters import eagle, growth, mtp
+from jspec.drafters.draft import Draft
 from jspec.drafters.growth import Grower
 from jspec.drafters.ngram import ngram
 from jspec.drafters.published_eagle import is_eagle, load_eagle
+from jspec.drafters.published_medusa import is_medusa, load_medusa
 from jspec.drafters.published_mtp import is_mtp, load_mtp
 from jspec.drafters.small_model import small_model
 from jspec.models import Model, load
-from jspec.types import Drafter
-
-
-class Draft(NamedTuple):
-    """A drafter and its weights, ready to be used with one target.
-
-    Attributes:
-      drafter: the pure functions.  params: its weights, or None.
-      name: for tables and logs.
-      vocab_size: the target vocabulary it was made for, or None if any will do.
-    """
-
-    drafter: Drafter
-    params: Any = None
-    name: str = "drafter"
-    vocab_size: int | None = None
+from jspec.models.load import fetch
+from jspec.tree import Topology
 
 
 def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
     """A drafter for ``target``.
 
     Args:
-      name: ``"ngram"``; a folder with an EAGLE head or a prediction module; the target's
-        own folder, if that holds prediction modules; a loaded ``Model``; or whatever
-        ``jspec.load`` takes (an alias, a folder, a file, a Hub id), which is then used as
-        an independent small model.
+      name: ``"ngram"``; a folder or Hub id of an EAGLE head, Medusa heads or a prediction
+        module; the target's own folder, if that holds prediction modules; a loaded
+        ``Model``; or whatever ``jspec.load`` takes (an alias, a folder, a file, a Hub
+        id), which is then used as an independent small model.
       target: the model it will draft for.
       **options: passed to the drafter: ``gamma`` for all; ``longest``, ``shortest`` and
         ``pick`` for ``ngram``; for heads ``grower`` (see ``jspec.drafters.growth``),
         without which, or ``gamma``, they grow a dynamic tree, and prediction modules a
-        chain of 3.
+        chain of 3; for Medusa heads ``topology``, without which, or ``gamma``, they fill
+        the published tree.
 
     Raises:
       ValueError: a draft model with another tokenizer, a head for another target;
@@ -53,10 +42,12 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
     if name == "ngram":
         return Draft(ngram(**options), name="ngram")
     if isinstance(name, (str, Path)):
-        folder = Path(name).expanduser()
+        folder = fetch(str(name), pickled=True)
         config = _config(folder)
         if is_eagle(config):
             return _load_head(folder, target, **options)
+        if is_medusa(config):
+            return _load_medusa(folder, target, **options)
         if is_mtp(config) and (
             "speculators_model_type" in config or _is_own(folder, target)
         ):
@@ -96,6 +87,17 @@ def _load_head(
         grower = DYNAMIC if gamma is None else growth.chain(gamma)
     drafter = eagle.drafter(head.design, grower, dtype=target.dtype)
     return Draft(drafter, head.weights, folder.name, target.config.vocab_size)
+
+
+def _load_medusa(
+    folder: Path,
+    target: Model,
+    gamma: int | None = None,
+    topology: Topology = tree.MEDUSA_63,
+) -> Draft:
+    if gamma is not None:
+        topology = tree.line(gamma)
+    return load_medusa(folder, target, topology)
 
 
 def _load_modules(

@@ -25,7 +25,7 @@ from jspec.drafters import eagle, layers
 from jspec.drafters.eagle import Design, Weights
 from jspec.drafters.growth import Grower
 from jspec.drafters.recurrent import accepted_pairs, block, read_prompt, room
-from jspec.types import Array, Context, Drafter, DraftShape, Feedback
+from jspec.types import Array, Context, Drafter, Feedback
 
 
 @struct.dataclass
@@ -100,10 +100,7 @@ def sequential(
     def update(params, state: State, feedback: Feedback) -> State:
         return _feed_pairs(design, params, state, *accepted_pairs(feedback))
 
-    shape = DraftShape(
-        grower.nodes, depth, design.taps, dense=grower.dense, widths=grower.widths
-    )
-    return Drafter(shape, init, propose, update)
+    return Drafter(grower.shape(design.taps), init, propose, update)
 
 
 def _feed_pairs(design: Design, params, state: State, features, token, count) -> State:

@@ -18,7 +18,8 @@ from jax import lax
 from jspec import cache as kv_cache
 from jspec import tree
 from jspec.cache import KV, KVCache
-from jspec.drafters.static_tree import check, tree_drafter
+from jspec.drafters import growth
+from jspec.drafters.feature_heads import check, tree_drafter
 from jspec.models.config import Config
 from jspec.models.linear import linear
 from jspec.models.rope import turns
@@ -159,7 +160,9 @@ def _multi_token(config: Config, topology: Topology, tap: int, chunk: int) -> Dr
             hidden=_row(hidden, n, state.hidden),
         )
 
-    return tree_drafter(guess, topology, config.vocab_size, tap, init, update)
+    return tree_drafter(
+        guess, growth.ranked(topology), config.vocab_size, tap, init, update
+    )
 
 
 def _prefill(

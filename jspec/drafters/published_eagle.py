@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -181,21 +180,12 @@ def _config(head: Head, vocab_size: int) -> dict:
 
 def _speculators_config(head: Head, layers: dict, draft_size: int) -> dict:
     design, norm = head.design, head.weights.feature_norm
-    proposal: dict[str, Any] = {"proposal_type": "greedy", "speculative_tokens": 5}
-    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
-    return {
+    verifier = {"name_or_path": None, "architectures": layers["architectures"]}
+    library = tensors.speculators_config(
+        "eagle3", verifier, tokens=5, verifier_accept_k=1, accept_tolerance=0.0
+    )
+    return library | {
         "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {
-                "name_or_path": None,
-                "architectures": layers["architectures"],
-            },
-        },
         "transformer_layer_config": layers,
         "draft_vocab_size": draft_size,
         "eagle_aux_hidden_state_layer_ids": list(design.taps),

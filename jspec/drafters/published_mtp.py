@@ -13,7 +13,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -221,21 +221,12 @@ def _config(design: Design) -> dict:
     if config.family == "mimo":
         config = dataclasses.replace(config, family="qwen2")
     layer = config_to_hf(config)
-    proposal: dict[str, Any] = {"proposal_type": "greedy", "speculative_tokens": 3}
-    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
-    return {
+    verifier = {"name_or_path": None, "architectures": layer["architectures"]}
+    library = tensors.speculators_config(
+        "mtp", verifier, tokens=3, verifier_accept_k=1, accept_tolerance=0.0
+    )
+    return library | {
         "architectures": ["MTPDraftModel"],
-        "speculators_model_type": "mtp",
-        "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": "mtp",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {
-                "name_or_path": None,
-                "architectures": layer["architectures"],
-            },
-        },
         "num_nextn_predict_layers": 1,
         "transformer_layer_config": layer,
         "tie_word_embeddings": False,

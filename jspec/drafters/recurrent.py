@@ -19,9 +19,9 @@ from flax import struct
 from jax import lax
 
 from jspec.cache import KV
-from jspec.decode import emitted_tokens
+from jspec.decode import emitted_tokens, pending
 from jspec.drafters.growth import Grower, Grown
-from jspec.types import Array, Block, Context, Drafter, DraftShape, Feedback, Law
+from jspec.types import Array, Block, Context, Drafter, Feedback, Law
 
 
 class Net(NamedTuple):
@@ -105,10 +105,7 @@ def recurrent(net: Net, grower: Grower, chunk: int = 64, dtype=jnp.float32) -> D
     def update(params, state: State, feedback: Feedback) -> State:
         return _feed_pairs(net, params, state, *accepted_pairs(feedback))
 
-    shape = DraftShape(
-        grower.nodes, depth, net.taps, dense=grower.dense, widths=grower.widths
-    )
-    return Drafter(shape, init, propose, update)
+    return Drafter(grower.shape(net.taps), init, propose, update)
 
 
 def _feed_pairs(net: Net, params, state: State, features, token, count) -> State:
@@ -199,16 +196,15 @@ def block(
     context: Context, grown: Grown, pairs: Array, to_target, grower: Grower
 ) -> Block:
     """Puts the root in front and names target ids; ``pairs [B]`` are committed."""
-    last = jnp.maximum(context.length - 1, 0)[:, None]
-    pending = jnp.take_along_axis(context.tokens, last, axis=1)
+    last = pending(context)[:, None]
     # Without a feature, after a prompt of one token, there is nothing to go by.
     live = grown.live & (pairs > 0)[:, None]
     token = grown.token if to_target is None else to_target[grown.token]
-    root = jnp.ones_like(pending, bool)
+    root = jnp.ones_like(last, bool)
     return Block(
-        token=jnp.concatenate([pending, token], 1).astype(jnp.int32),
-        parent=jnp.concatenate([jnp.full_like(pending, -1), grown.parent], 1),
+        token=jnp.concatenate([last, token], 1).astype(jnp.int32),
+        parent=jnp.concatenate([jnp.full_like(last, -1), grown.parent], 1),
         live=jnp.concatenate([root, live], 1),
-        vote=jnp.ones((pending.shape[0], grower.nodes), bool),
+        vote=jnp.ones((last.shape[0], grower.nodes), bool),
         law=Law(grown.q, to_target if grower.dense else None, replace=grower.replace),
     )

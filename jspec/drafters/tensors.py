@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,28 +34,36 @@ def read_config(folder: Path) -> dict:
         raise ValueError(f"{file} is not valid JSON ({error})") from error
 
 
-def read_tensors(folder: Path, wanted: Wanted = lambda name: True) -> dict:
+def read_tensors(
+    folder: Path,
+    wanted: Wanted = lambda name: True,
+    own: str | None = None,
+    pickled: str = "pytorch_model.bin",
+) -> dict:
     """The tensors of a folder whose names are ``wanted``.
 
-    They lie in safetensors, or in ``pytorch_model.bin`` if torch is there. Floats come as
-    float32, the rest as stored. Heads are small: they are read whole.
+    They lie in the safetensors file ``own``, in ``model.safetensors`` or its parts, or in
+    the torch file ``pickled``. Floats come as float32, the rest as stored. Heads are
+    small: they are read whole.
 
     Raises:
-      FileNotFoundError: neither file is there.
-      ValueError: a damaged file, or a ``.bin`` without torch to read it.
+      FileNotFoundError: none of the files is there.
+      ImportError: only the torch file is there, and torch is not.
+      ValueError: a damaged file.
     """
-    pickled = folder / "pytorch_model.bin"
-    if (folder / "model.safetensors").is_file() or not pickled.is_file():
+    if own and (folder / own).is_file():
+        return _safetensors(folder / own, wanted)
+    if (folder / "model.safetensors").is_file() or not (folder / pickled).is_file():
         files = weight_files(folder)
         return {k: x for file in files for k, x in _safetensors(file, wanted).items()}
     try:
         import torch
     except ImportError as error:
-        raise ValueError(
-            f"{pickled} needs torch to be read: install it, or convert the file to "
-            "model.safetensors"
+        raise ImportError(
+            f"{folder / pickled} is a PyTorch file and torch is not installed; install "
+            "it, or convert the file to model.safetensors where it is"
         ) from error
-    state = torch.load(pickled, map_location="cpu", weights_only=True)
+    state = torch.load(folder / pickled, map_location="cpu", weights_only=True)
     return {
         name: (t.float() if t.is_floating_point() else t).numpy()
         for name, t in state.items()
@@ -144,13 +153,25 @@ def draft_ids(
     Raises:
       ValueError: ids outside the target's vocabulary, or maps that contradict each other.
     """
-    ids = np.arange(len(d2t)) + d2t.astype(np.int64)
-    if ids.min() < 0 or ids.max() >= vocab_size or len(set(ids.tolist())) != len(ids):
-        raise ValueError(
-            f"{folder}: d2t does not name {len(d2t)} different ids below {vocab_size}"
-        )
+    ids = target_ids(
+        folder, "d2t", np.arange(len(d2t)) + d2t.astype(np.int64), vocab_size
+    )
     if t2d is not None and not np.array_equal(np.flatnonzero(t2d), np.sort(ids)):
         raise ValueError(f"{folder}: t2d and d2t name different target ids")
+    return ids
+
+
+def target_ids(folder: Path, name: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """``ids`` as int32, if they are different tokens of the target.
+
+    Raises:
+      ValueError: they are not; ``name`` is the tensor they come from.
+    """
+    if ids.min() < 0 or ids.max() >= vocab_size or len(set(ids.tolist())) != len(ids):
+        raise ValueError(
+            f"{folder}: {name} does not name {len(ids)} different ids below "
+            f"{vocab_size}"
+        )
     return ids.astype(np.int32)
 
 
@@ -169,10 +190,39 @@ def id_maps(ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
     }
 
 
-def write(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
-    """Writes ``config.json`` and ``model.safetensors``; returns the folder."""
+def speculators_config(
+    algorithm: str, verifier: dict, tokens: int, **method: Any
+) -> dict[str, Any]:
+    """What the speculators library keeps of a head beside its architecture.
+
+    Args:
+      algorithm: the library's name of the drafter.
+      verifier: what is said of the target.
+      tokens: drafted by default.
+      **method: more of the default way to propose.
+    """
+    proposal = {"proposal_type": "greedy", "speculative_tokens": tokens} | method
+    return {
+        "speculators_model_type": algorithm,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+    }
+
+
+def write(
+    folder: Path,
+    config: dict,
+    tensors: dict[str, np.ndarray],
+    file: str = "model.safetensors",
+) -> Path:
+    """Writes ``config.json`` and the weights; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     specs = {name: (t.shape, t.dtype) for name, t in tensors.items()}
-    tensorfile.write(folder / "model.safetensors", specs, lambda name: tensors[name])
+    tensorfile.write(folder / file, specs, lambda name: tensors[name])
     return folder

@@ -25,6 +25,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _AFFINITY = hasattr(os, "sched_getaffinity")  # not on every system
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class, two names
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+_PICKLED_FILES = ["*.bin", "*.pt"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,7 +73,7 @@ def load(name: str | Path, *, dtype=None, revision: str | None = None) -> Model:
       ConnectionError: the Hub gives no such model or cannot be reached.
     """
     dtype = _dtype(dtype)
-    name, path = str(name), _local(str(name), revision)
+    name, path = str(name), fetch(str(name), revision)
     if path.suffix == ".gguf":
         return _from_gguf(name, path, dtype)
     if path.suffix == ".safetensors":
@@ -89,8 +90,16 @@ def _dtype(dtype) -> Any:
     return dtype
 
 
-def _local(name: str, revision: str | None) -> Path:
-    """The folder or file that a name stands for, fetched or converted if need be."""
+def fetch(name: str, revision: str | None = None, *, pickled: bool = False) -> Path:
+    """The folder or file that a name stands for, fetched or converted if need be.
+
+    Args:
+      name, revision: as for ``load``.
+      pickled: fetch PyTorch files from the Hub where it has no safetensors.
+
+    Raises:
+      FileNotFoundError, ValueError, ConnectionError: as ``load``.
+    """
     path = Path(name).expanduser()
     known = name in aliases.ALIASES
     is_file = path.suffix in (".gguf", ".safetensors")
@@ -104,19 +113,24 @@ def _local(name: str, revision: str | None) -> Path:
             raise ValueError(f"{path} is neither a .safetensors nor a .gguf file")
         return path
     if hub_id:
-        return _from_hub(name, revision)
+        return _from_hub(name, revision, pickled)
     raise FileNotFoundError(
         f"there is no {name!r}: not an alias ({', '.join(aliases.ALIASES)}), not a "
         "folder or file, and not of the form of a Hub id (owner/name)"
     )
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
+def _from_hub(name: str, revision: str | None, pickled: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
+    def snapshot(patterns: list[str]) -> Path:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES)
+        folder = snapshot(_HUB_FILES)
+        if pickled and not any(folder.glob("*.safetensors")):
+            folder = snapshot([*_HUB_FILES, *_PICKLED_FILES])
     except (OSError, HfHubHTTPError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConnectionError(
@@ -124,7 +138,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
             f"model of that id ({reason}). Check the id and the connection, or pass a "
             f"folder, a .gguf file or one of {', '.join(aliases.ALIASES)}"
         ) from error
-    return Path(folder)
+    return folder
 
 
 def _from_gguf(name: str, path: Path, dtype) -> Model:

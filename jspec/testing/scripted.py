@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 
 from jspec.decode import pending
-from jspec.drafters.loading import Draft
+from jspec.drafters.draft import Draft
 from jspec.types import Array, Context, Drafter, DraftShape, Feedback, chain
 
 NO_DRAFT = -1

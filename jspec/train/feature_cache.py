@@ -16,14 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.models.linear import wholes
 from jspec.train.atomic import replacing
 from jspec.train.features import Features, extract
 from jspec.train.packing import Rows, order
-from jspec.types import Target
+from jspec.types import Array, Target
 
 _DTYPES = ("float16", "bfloat16", "float32")
 
@@ -56,24 +56,54 @@ class FeatureCache:
                 f"manifest ({error}); delete the folder and run cache_features again"
             ) from error
 
-    def read(self, index: np.ndarray) -> Features:
-        """The features of these rows, float32."""
-        found = jnp.asarray(self._rows[index]).astype(jnp.float32)
-        tapped = self._manifest["tapped"]
-        return Features(found[..., :tapped] if tapped else None, found[..., tapped:])
+    def read(self, index: np.ndarray, taps: tuple[int, ...] | None = None) -> Features:
+        """The features of these rows, float32.
 
-    def batches(self, rows: Rows, size: int, seed: int = 0) -> Callable[[int], Rows]:
+        Args:
+          index: numbers of rows.
+          taps: which of the taps that are there; None is all of them.
+
+        Raises:
+          ValueError: one of ``taps`` is not there.
+        """
+        stored, tapped = self._manifest["taps"], self._manifest["tapped"]
+        wanted = stored if taps is None else taps
+        if not set(wanted) <= set(stored):
+            raise ValueError(
+                f"{self._folder} holds features of layers {stored}, wanted "
+                f"{list(wanted)}; use another folder or delete this one"
+            )
+        found = self._rows[index]
+        size = tapped // len(stored) if stored else 0
+        at = [stored.index(tap) * size for tap in wanted]
+        parts = [found[..., start : start + size] for start in at]
+
+        def device(x: np.ndarray) -> Array:
+            return jnp.asarray(x).astype(jnp.float32)
+
+        return Features(
+            device(np.concatenate(parts, -1)) if parts else None,
+            device(found[..., tapped:]),
+        )
+
+    def batches(
+        self,
+        rows: Rows,
+        size: int,
+        seed: int = 0,
+        taps: tuple[int, ...] | None = None,
+    ) -> Callable[[int], Rows]:
         """``packing.batches`` over the rows that are there, with their features.
 
         Raises:
-          ValueError: ``rows`` are not the ones the features are of.
+          ValueError: ``rows`` are not the ones the features are of; as ``read``.
         """
         _compare(self._folder, self._manifest, {"rows": _hash_rows(rows)})
         order(self.done, size, seed, 0)
 
         def step(number: int) -> Rows:
             index = order(self.done, size, seed, number)
-            found = self.read(index)
+            found = self.read(index, taps)
             return dataclasses.replace(
                 rows.take(index), features=found.taps, hidden=found.hidden
             )
@@ -163,10 +193,21 @@ def cache_features(
     return FeatureCache(folder)
 
 
+def stored_taps(folder: str | Path, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """The taps of the features in a folder if they contain ``wanted``, else ``wanted``.
+
+    What to ask ``cache_features`` for, so that several methods share a folder.
+    """
+    if not (Path(folder) / "manifest.json").exists():
+        return wanted
+    stored = tuple(_manifest(Path(folder))["taps"])
+    return stored if set(wanted) <= set(stored) else wanted
+
+
 def fingerprint(target: Target, params: Any) -> str:
     """A hash of a model's config and of every bit of its weights."""
     digest = hashlib.sha256(repr(target.config).encode())
-    for leaf in jax.tree.leaves(params):
+    for leaf in wholes(params):
         array = np.asarray(leaf)
         digest.update(f"{array.shape} {array.dtype.name}".encode())
         digest.update(array.tobytes())

@@ -16,17 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from jspec.drafters import eagle
 from jspec.drafters.eagle import Design, Weights
-from jspec.drafters.mtp import design_of
+from jspec.drafters.heads import Medusa, init_medusa
 from jspec.drafters.published_eagle import Head, save_eagle, target_head
+from jspec.drafters.published_medusa import save_medusa
 from jspec.drafters.published_mtp import Modules, save_mtp
-from jspec.models import Model, linear
-from jspec.models.config import Config
+from jspec.models import Model
+from jspec.train import heads
 from jspec.train.corpus import Corpus
 from jspec.train.eagle import pairs, regression, shifted, training_time_test
 from jspec.train.mtp import fast_mtp, prediction, texts
 from jspec.train.packing import Rows
+from jspec.train.starts import fresh_eagle1, fresh_eagle3, fresh_mtp
 from jspec.types import Array
 
 
@@ -120,7 +121,6 @@ def eagle1(
     *,
     start: Head | None = None,
     seed: int = 0,
-    **_: Any,
 ) -> Recipe:
     """EAGLE-1 (and -2, whose network it is) with one layer of the target's sizes."""
     del corpus
@@ -151,7 +151,6 @@ def mtp(
     beta: float = 0.6,
     start: Modules | None = None,
     seed: int = 0,
-    **_: Any,
 ) -> Recipe:
     """A prediction module that is used again at every depth, as FastMTP trains it.
 
@@ -186,9 +185,62 @@ def mtp(
     )
 
 
+def medusa(
+    target: Model,
+    corpus: Corpus,
+    *,
+    count: int = 4,
+    draft_vocab: int = 4096,
+    decay: float = 0.8,
+    start: Medusa | None = None,
+    seed: int = 0,
+) -> Recipe:
+    """Medusa-1: heads of the target's width that begin as its own head.
+
+    Args:
+      target: gives the starting weights.
+      corpus: gives the draft vocabulary.
+      count: heads, and so the deepest guess.
+      draft_vocab: ids the heads can draft; the target's, if it has no more.
+      decay: of the heads' weights in the loss.
+      start: heads to go on from; their number and vocabulary are kept.
+      seed: nothing is drawn; as for other recipes.
+    """
+    del seed
+    vocab_size = target.config.vocab_size
+    if start is None:
+        ids = None
+        if draft_vocab < vocab_size:
+            ids = jnp.asarray(vocabulary(corpus, draft_vocab, vocab_size))
+        rows = jnp.asarray(target_head(target, ids), jnp.float32)
+        start = dataclasses.replace(init_medusa(rows, count), to_target=ids)
+    to_target = start.to_target
+
+    def loss(to_target, params: Medusa, rows: Rows, key: Array):
+        del key
+        weights = dataclasses.replace(params, to_target=to_target)
+        return heads.medusa(
+            weights, rows.hidden, rows.tokens, rows.mask, rows.document, decay=decay
+        )
+
+    return Recipe(
+        taps=(),
+        params=dataclasses.replace(start, to_target=None),
+        loss=Partial(loss, to_target),
+        save=lambda params, folder: save_medusa(
+            dataclasses.replace(params, to_target=to_target),
+            folder,
+            jnp.bfloat16,
+            base=target.name,
+            vocab_size=vocab_size,
+        ),
+    )
+
+
 RECIPES: dict[str, Callable[..., Recipe]] = {
     "eagle1": eagle1,
     "eagle3": eagle3,
+    "medusa": medusa,
     "mtp": mtp,
 }
 
@@ -201,85 +253,3 @@ def _saver(design: Design, frozen) -> Callable[[Any, Path], Path]:
         return save_eagle(Head(design, weights), folder)
 
     return save
-
-
-def fresh_eagle3(target: Model, taps, ids: np.ndarray, key: Array) -> Head:
-    """The target's last layer reading the last tap, blind to the embedding at first."""
-    layer, config = _last_layer(target)
-    width = config.hidden
-    select = jnp.concatenate(
-        [jnp.zeros((width, (len(taps) - 1) * width)), jnp.eye(width)], 1
-    )
-    qkv = jnp.concatenate([jnp.zeros_like(layer.qkv), layer.qkv], -1)
-    noise = 0.01 * jax.random.normal(key, qkv.shape)
-    weights = Weights(
-        embed=target.params.embed,
-        layers=(dataclasses.replace(layer, qkv=qkv + noise, attn_norm=None),),
-        head=target_head(target, ids),
-        fc=select,
-        embed_norm=jnp.ones(width),
-        hidden_norm=layer.attn_norm,
-        final_norm=target.params.final_norm,
-        to_target=jnp.asarray(ids),
-    )
-    return Head(Design(config, tuple(taps), eagle.eagle3, eagle.fuse), weights)
-
-
-def fresh_eagle1(target: Model, key: Array) -> Head:
-    """``fc`` passes the feature on; the layer begins as the target's last."""
-    layer, config = _last_layer(target)
-    width = config.hidden
-    fc = jnp.concatenate([jnp.zeros((width, width)), jnp.eye(width)], 1)
-    weights = Weights(
-        embed=target.params.embed,
-        layers=(dataclasses.replace(layer, attn_norm=None),),
-        head=target_head(target),
-        fc=fc + 0.01 * jax.random.normal(key, fc.shape),
-        fc_bias=jnp.zeros(width),
-    )
-    return Head(Design(config, (-1,), eagle.eagle1, eagle.as_is), weights)
-
-
-def fresh_mtp(target: Model, key: Array) -> Modules:
-    """``fc`` passes the normed feature on; the layer begins as the target's last."""
-    layer, config = _last_layer(target)
-    width = config.hidden
-    neutral = jnp.full(width, 0.0 if config.zero_centred else 1.0)
-    fc = jnp.concatenate([jnp.zeros((width, width)), jnp.eye(width)], 1)
-    weights = Weights(
-        embed=target.params.embed,
-        layers=(layer,),
-        head=target_head(target),
-        fc=fc + 0.01 * jax.random.normal(key, fc.shape),
-        embed_norm=neutral,
-        hidden_norm=neutral,
-        final_norm=_whole(target.params.final_norm),
-    )
-    return Modules(design_of(config), (weights,))
-
-
-def _last_layer(target: Model) -> tuple[Any, Config]:
-    """A float32 copy of the target's last layer, and the config of a single such layer."""
-    config, last = target.config, target.config.layers - 1
-    experts = config.experts
-    if experts is not None:
-        dense = () if config.has_experts(last) else (0,)
-        experts = dataclasses.replace(experts, dense_layers=dense)
-    config = dataclasses.replace(
-        config,
-        layers=1,
-        windows=(None,),
-        ropes=config.ropes[-1:],
-        experts=experts,
-        mtp_layers=0,
-    )
-    return _whole(target.params.layers[-1]), config
-
-
-def _whole(tree: Any) -> Any:
-    """A float32 copy in which no product is cut into blocks."""
-    return jax.tree.map(
-        lambda x: jnp.asarray(np.asarray(x), jnp.float32),
-        tree,
-        is_leaf=lambda x: isinstance(x, linear.Rows),
-    )

@@ -13,7 +13,7 @@ import optax
 
 from jspec.models import Model, load
 from jspec.train import corpus, features, packing
-from jspec.train.feature_cache import cache_features
+from jspec.train.feature_cache import cache_features, stored_taps
 from jspec.train.fit import fit
 from jspec.train.packing import Rows
 from jspec.train.recipes import RECIPES, Recipe
@@ -29,7 +29,8 @@ class Options:
         along a cosine.  clip: of the gradient's norm.
       every: steps between evaluations and checkpoints.
       held: rows that are held out for evaluation.
-      cache: write the target's features to disk once, for runs of many epochs.
+      cache: folder that the target's features are written to once, for many epochs and
+        several methods; None computes them anew for every batch.
       recipe: further arguments of the method's recipe.
     """
 
@@ -42,7 +43,7 @@ class Options:
     every: int = 200
     held: int = 16
     seed: int = 0
-    cache: bool = False
+    cache: str | None = None
     recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -82,7 +83,7 @@ def train(
     params = fit(
         recipe.loss,
         recipe.params,
-        _data(model, rows, recipe, out, options, say),
+        _data(model, rows, recipe, options, say),
         steps=options.steps,
         optimizer=optimizer(options),
         out=out,
@@ -105,8 +106,8 @@ def optimizer(options: Options) -> optax.GradientTransformation:
     )
 
 
-def _data(model: Model, rows: Rows, recipe: Recipe, out: Path, options: Options, say):
-    if not options.cache:
+def _data(model: Model, rows: Rows, recipe: Recipe, options: Options, say):
+    if options.cache is None:
         return features.stream(
             model.params,
             packing.batches(rows, options.batch, options.seed),
@@ -114,16 +115,16 @@ def _data(model: Model, rows: Rows, recipe: Recipe, out: Path, options: Options,
             taps=recipe.taps,
             dtype=model.dtype,
         )
-    say(f"features of {len(rows)} rows go to {out / 'features'}")
+    say(f"features of {len(rows)} rows are kept in {options.cache}")
     cached = cache_features(
-        out / "features",
+        options.cache,
         rows,
         model.params,
         target=model.target,
-        taps=recipe.taps,
+        taps=stored_taps(options.cache, recipe.taps),
         progress=lambda done, count: say(f"features: {done} of {count} rows"),
     )
-    return cached.batches(rows, options.batch, options.seed)
+    return cached.batches(rows, options.batch, options.seed, recipe.taps)
 
 
 def _evaluation(model: Model, held, recipe: Recipe, options: Options):
@@ -146,13 +147,13 @@ def _evaluation(model: Model, held, recipe: Recipe, options: Options):
     key = jax.random.key(0)
     loss = jax.jit(lambda loss, params, batch: loss(params, batch, key))
 
-    def evaluate(params) -> dict[str, float]:
+    def evaluate(params) -> dict[str, Any]:
         if not batches:
             batches.extend(data(i) for i in range(0, count, options.batch))
         found = []
         for batch in batches:
             value, metrics = loss(recipe.loss, params, batch)
             found.append(jax.device_get({**metrics, "loss": value}))
-        return {name: float(np.mean([f[name] for f in found])) for name in found[0]}
+        return {name: np.mean([f[name] for f in found], axis=0) for name in found[0]}
 
     return evaluate

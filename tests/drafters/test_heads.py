@@ -8,7 +8,7 @@ import pytest
 
 import jspec
 from jspec import drafters, tree
-from jspec.drafters import heads, static_tree
+from jspec.drafters import feature_heads, heads
 from jspec.drafters.hydra import Hydra, HydraHead, hydra_output, init_hydra
 from jspec.drafters.multi_token import (
     empty_cache,
@@ -207,7 +207,7 @@ def test_the_feature_of_the_last_accepted_node_is_kept():
     nothing = jnp.zeros((3, 4), jnp.int32)
     block = Block(nothing, nothing, nothing > 0, nothing > 0)
     feedback = Feedback(block, verdict, logits=nothing, features=features)
-    new = static_tree.accepted_feature(None, old, feedback)
+    new = feature_heads.accepted_feature(None, old, feedback)
     np.testing.assert_array_equal(new, [features[0, 3], features[1, 0], old[2]])
 
 

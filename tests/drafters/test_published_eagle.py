@@ -20,7 +20,7 @@ from jspec.drafters.published_eagle import (
     save_eagle,
 )
 from jspec.testing import tiny
-from jspec.train.recipes import fresh_eagle1, fresh_eagle3
+from jspec.train.starts import fresh_eagle1, fresh_eagle3
 
 TARGET = tiny.model(vocab_size=96, hidden=32, layers=6)
 IDS = np.arange(3, 83, 2, dtype=np.int32)

@@ -110,7 +110,9 @@ def test_a_torch_file_loads_where_torch_is(tmp_path, monkeypatch):
     expected = load_medusa(PARITY / "medusa_fit", TARGET, THREE).params
     same(load_medusa(tmp_path, TARGET, THREE).params, expected)
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match=f"torch is not installed.* to {WEIGHTS}"):
+    with pytest.raises(
+        ImportError, match="torch is not installed.* to model.safetensors"
+    ):
         load_medusa(tmp_path, TARGET, THREE)
 
 
@@ -162,16 +164,16 @@ def unequal_blocks(tensors):
         (
             {},
             drop("0.0.linear.bias", "2.1.weight"),
-            "missing 0.0.linear.bias, 2.1.weight; unexpected nothing",
+            "missing: 0.0.linear.bias, 2.1.weight; unexpected: none",
         ),
         (
             {"medusa_num_heads": 4},
             drop(),
-            "4 heads .*: missing 3.0.linear.weight, 3.0.linear.bias, 3.1.weight;",
+            "missing: 3.0.linear.bias, 3.0.linear.weight, 3.1.weight;",
         ),
-        ({}, put(token_map=(9,)), "missing nothing; unexpected token.map"),
-        ({}, put(**{"0_1_bias": (97,)}), "unexpected 0.1.bias"),
-        ({}, put(**{"1_1_weight": (96, 32)}), r"1.1.weight has shape \(96, 32\)"),
+        ({}, put(token_map=(9,)), "missing: none; unexpected: token.map"),
+        ({}, put(**{"0_1_bias": (97,)}), "unexpected: 0.1.bias"),
+        ({}, put(**{"1_1_weight": (96, 32)}), r"1.1.weight is \(96, 32\)"),
         ({"medusa_num_layers": 2}, unequal_blocks, "2.1.linear.bias differs from 2.0"),
         ({"medusa_num_heads": 0}, drop(), "medusa_num_heads must be .* got 0"),
     ],
@@ -188,7 +190,7 @@ def test_missing_files_and_fields_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"lacks \['medusa_num_layers'\]"):
         load_medusa(tmp_path, TARGET)
     shutil.copy(PARITY / "medusa_L1" / "config.json", tmp_path)
-    with pytest.raises(FileNotFoundError, match="holds none of medusa_lm_head"):
+    with pytest.raises(FileNotFoundError, match="no model.safetensors"):
         load_medusa(tmp_path, TARGET)
 
 
@@ -211,8 +213,79 @@ def test_the_published_tree_needs_a_fourth_head():
         load_medusa(PARITY / "medusa_L1", TARGET)
 
 
-def test_a_draft_vocabulary_cannot_be_saved(tmp_path):
-    weights = load_medusa(PARITY / "medusa_L1", TARGET, THREE).params
-    weights = weights.replace(to_target=jnp.arange(97))
-    with pytest.raises(ValueError, match="draft vocabulary of 97 tokens"):
+# vLLM's layout
+
+
+def reduced():
+    """Heads whose rows stand for every third token."""
+    weights = load_medusa(PARITY / "medusa_fit", TARGET, THREE).params
+    ids = np.arange(0, 97, 3)
+    heads = tuple(h.replace(vocab=h.vocab[ids]) for h in weights.heads)
+    return weights.replace(heads=heads, to_target=jnp.asarray(ids))
+
+
+def test_a_draft_vocabulary_is_saved_as_vllm_does(tmp_path):
+    weights = reduced()
+    save_medusa(weights, tmp_path, base="tiny", vocab_size=97)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {key: x.shape for key, x in stored.items()} == {
+        **{f"blocks.{i}.layers.0.weight": (32, 32) for i in range(3)},
+        **{f"blocks.{i}.layers.0.bias": (32,) for i in range(3)},
+        **{f"lm_heads.{i}.weight": (33, 32) for i in range(3)},
+        "token_map": (33,),
+    }
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        "base_model_name_or_path": "tiny",
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": 32,
+        "vocab_size": 97,
+        "truncated_vocab_size": 33,
+        "num_heads": 3,
+        "num_hidden_layers": 1,
+        "medusa_fc_bias": True,
+    }
+    loaded = load_medusa(tmp_path, TARGET, THREE).params
+    same(loaded, weights)
+    np.testing.assert_array_equal(loaded.to_target, weights.to_target)
+    with pytest.raises(ValueError, match="saved with vocab_size"):
         save_medusa(weights, tmp_path)
+
+
+def test_whole_products_are_cut_to_the_token_map(tmp_path):
+    """vLLM takes the rows itself where a file holds all of them; so do we."""
+    weights = reduced()
+    save_medusa(weights, tmp_path, vocab_size=97)
+    whole = load_medusa(PARITY / "medusa_fit", TARGET, THREE).params
+    stored = dict(load_file(tmp_path / "model.safetensors"))
+    for i, head in enumerate(whole.heads):
+        del stored[f"blocks.{i}.layers.0.bias"]
+        stored[f"lm_heads.{i}.weight"] = np.asarray(head.vocab)
+    named = {f"medusa_heads.{k}": x for k, x in stored.items() if k != "token_map"}
+    save_file(
+        named | {"token_map": stored["token_map"]}, tmp_path / "model.safetensors"
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["medusa_fc_bias"]  # its default is False
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_medusa(tmp_path, TARGET, THREE).params
+    np.testing.assert_array_equal(loaded.heads[1].vocab, weights.heads[1].vocab)
+    assert not loaded.heads[1].bias.any()
+
+
+@pytest.mark.parametrize(
+    ("config", "ids", "message"),
+    [
+        ({"original_lm_head": True}, range(0, 97, 3), "original_lm_head"),
+        ({}, [*range(32), 97], "token_map does not name 33 different ids below 97"),
+    ],
+)
+def test_what_vllm_heads_may_not_be(tmp_path, config, ids, message):
+    save_medusa(reduced(), tmp_path, vocab_size=97)
+    stored = dict(load_file(tmp_path / "model.safetensors"))
+    stored["token_map"] = np.array(ids)
+    save_file(stored, tmp_path / "model.safetensors")
+    published = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(published | config))
+    with pytest.raises(ValueError, match=message):
+        load_medusa(tmp_path, TARGET, THREE)

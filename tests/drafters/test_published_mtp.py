@@ -14,7 +14,7 @@ import jspec
 from jspec.drafters import growth, mtp
 from jspec.drafters.published_mtp import Modules, is_mtp, load_mtp, save_mtp
 from jspec.testing import tiny
-from jspec.train.recipes import fresh_mtp
+from jspec.train.starts import fresh_mtp
 
 STRANGER = tiny.model(vocab_size=96, hidden=32)
 NEXT = "spec_mtp_qwen3_next"

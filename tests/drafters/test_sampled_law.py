@@ -9,7 +9,7 @@ import jspec
 from jspec import sampling, tree
 from jspec.drafters import eagle, growth
 from jspec.testing import tiny
-from jspec.train.recipes import fresh_eagle1, fresh_eagle3
+from jspec.train.starts import fresh_eagle1, fresh_eagle3
 
 VOCAB, ROWS = 9, 1500
 MODEL = tiny.model(seed=5, vocab_size=VOCAB, layers=2)

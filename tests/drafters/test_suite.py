@@ -13,7 +13,7 @@ from jspec.cache import KVCache
 from jspec.drafters import eagle, growth, mtp
 from jspec.prefill import fill_cache
 from jspec.testing import scripted, tiny
-from jspec.train.recipes import fresh_eagle1, fresh_eagle3, fresh_mtp
+from jspec.train.starts import fresh_eagle1, fresh_eagle3, fresh_mtp
 
 MODEL = tiny.model(seed=3)
 VOCAB = MODEL.target.config.vocab_size

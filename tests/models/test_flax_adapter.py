@@ -11,7 +11,7 @@ from flax import linen, nnx
 
 import jspec
 from jspec.drafters import ngram, small_model
-from jspec.drafters.loading import Draft
+from jspec.drafters.draft import Draft
 from jspec.models.flax_adapter import FlaxConfig, from_linen, from_nnx, target
 from jspec.testing import scripted
 from jspec.types import Block, chain

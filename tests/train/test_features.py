@@ -17,7 +17,7 @@ from jspec.models.load import load
 from jspec.prefill import fill_cache
 from jspec.testing import tiny
 from jspec.train import feature_cache
-from jspec.train.feature_cache import FeatureCache, cache_features
+from jspec.train.feature_cache import FeatureCache, cache_features, stored_taps
 from jspec.train.features import extract, stream
 from jspec.train.packing import Rows
 from jspec.types import chain
@@ -265,6 +265,23 @@ def test_a_cache_is_continued(tmp_path):
         FeatureCache(tmp_path / "part").read(np.arange(5)).hidden,
         whole.read(np.arange(5)).hidden,
     )
+
+
+def test_a_cache_serves_methods_that_read_less(tmp_path):
+    model = tiny.model(seed=4)
+    cache = cached(tmp_path, ROWS, model, dtype="float32")
+    every, some = cache.read(np.arange(5)), np.array([3, 1])
+    size = every.taps.shape[-1] // 2
+    found = cache.read(some, (2,))
+    np.testing.assert_array_equal(found.taps, every.taps[some][..., size:])
+    np.testing.assert_array_equal(found.hidden, every.hidden[some])
+    assert cache.read(some, ()).taps is None
+    assert cache.batches(ROWS, 2, taps=(2, 0))(0).features.shape[-1] == 2 * size
+    with pytest.raises(ValueError, match=r"layers \[0, 2\], wanted \[1\]"):
+        cache.read(some, (1,))
+    assert stored_taps(tmp_path, (2,)) == (0, 2)
+    assert stored_taps(tmp_path, (1,)) == (1,)
+    assert stored_taps(tmp_path / "none", (1,)) == (1,)
 
 
 def test_features_of_something_else_are_refused(tmp_path):

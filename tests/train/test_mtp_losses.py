@@ -18,7 +18,7 @@ from jspec.drafters import eagle, growth, mtp
 from jspec.drafters.published_mtp import load_mtp
 from jspec.testing import tiny
 from jspec.train.mtp import Texts, deepseek, fast_mtp, prediction, unroll
-from jspec.train.recipes import fresh_mtp
+from jspec.train.starts import fresh_mtp
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 

@@ -12,9 +12,10 @@ from jspec.drafters.published_mtp import load_mtp, save_mtp
 from jspec.testing import tiny
 from jspec.train import metrics
 from jspec.train.corpus import Corpus, Document, read
-from jspec.train.recipes import RECIPES, fresh_mtp, vocabulary
+from jspec.train.recipes import RECIPES, vocabulary
 from jspec.train.run import Options, train
 from jspec.train.selfgen import selfgen
+from jspec.train.starts import fresh_eagle1, fresh_eagle3, fresh_mtp
 
 ENDS = (EOS, *range(100, 112))
 MODEL = tiny.model(
@@ -29,6 +30,7 @@ SMALL = dict(batch=2, length=48, warmup=3, every=10, held=2, lr=3e-3)
 OWN = {
     "eagle1": {},
     "eagle3": {"draft_vocab": 200, "steps": 2, "taps": (0, 2, 3)},
+    "medusa": {"draft_vocab": 200, "count": 2},
     "mtp": {},
 }
 
@@ -37,6 +39,30 @@ OWN = {
 def corpus_files(tmp_path_factory):
     out = tmp_path_factory.mktemp("corpus")
     return selfgen(MODEL, out, conversations=48, rows=8, user_cap=9, answer_cap=12)
+
+
+@pytest.mark.parametrize(
+    ("odd", "name"),
+    [
+        ({"sandwich_norm": True, "zero_centred": True}, "norms after attention"),
+        ({"gated": True}, "gated attention"),
+    ],
+)
+def test_layers_that_no_eagle_head_can_have_are_refused(odd, name):
+    model = tiny.model(seed=1, **odd)
+    for fresh in (fresh_eagle1, lambda m, k: fresh_eagle3(m, (0,), np.arange(5), k)):
+        with pytest.raises(ValueError, match=f"tiny has {name}"):
+            fresh(model, jax.random.key(0))
+
+
+def test_methods_share_features(corpus_files, tmp_path):
+    folder = str(tmp_path / "features")
+    for method, out in (("eagle3", "a"), ("medusa", "b")):
+        options = Options(steps=2, **SMALL, cache=folder, recipe=OWN[method])
+        said = []
+        train(method, MODEL, corpus_files, tmp_path / out, options, said.append)
+        written = [line for line in said if line.startswith("features: ")]
+        assert bool(written) == (method == "eagle3")
 
 
 @pytest.mark.parametrize("method", RECIPES)

@@ -1,16 +1,18 @@
-"""Options of the experiments with heads, and the methods they stand for."""
+"""Experiments with trained heads: their options, and the methods those stand for."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jspec import bench, tree
 from jspec.drafters import growth, load_drafter
 from jspec.drafters.growth import Grower
 from jspec.models import Model
 
+HEADS = Path(__file__).parents[1] / "checkpoints"  # of the repository
 TREES = ("dynamic", "static", "chain")
 
 
@@ -76,12 +78,42 @@ def _widths(least: float, nodes: int) -> tuple[int, ...]:
 
 
 def tree_methods(model: Model, args: argparse.Namespace) -> Sequence[bench.Method]:
-    """A method for every grower, all with the head in ``args.drafter``."""
+    """A method for every grower, all with the head in ``args.drafter``.
+
+    Raises:
+      FileNotFoundError: it is one of the repository's heads, which is not there.
+    """
+    folder = Path(args.drafter)
+    if folder.parent == HEADS and not folder.is_dir():
+        raise FileNotFoundError(
+            f"there is no head in {folder}; train one with jspec train, or name one "
+            "with --drafter"
+        )
     rule = bench.RULES.get(args.rule)
-    name = Path(args.drafter).name
     return [
         bench.Method(
-            f"{name} {kind}", load_drafter(args.drafter, model, grower=grower), rule
+            f"{folder.name} {kind}",
+            load_drafter(args.drafter, model, grower=grower),
+            rule,
         )
         for kind, grower in growers(args).items()
     ]
+
+
+def main(
+    description: str | None,
+    head: str,
+    argv: Sequence[str] | None = None,
+    **defaults: Any,
+) -> int:
+    """Runs an experiment with a head; returns the exit status.
+
+    Args:
+      description: shown by ``--help``.
+      head: name of the head in ``checkpoints/`` that is used without ``--drafter``.
+      argv: arguments, by default those of the process.
+      **defaults: of ``add_tree_arguments``.
+    """
+    parser = bench.argument_parser(description, {"drafter": str(HEADS / head)})
+    add_tree_arguments(parser, **defaults)
+    return bench.main(parser, tree_methods, argv)

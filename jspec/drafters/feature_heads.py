@@ -1,7 +1,6 @@
-"""Trees that are known beforehand, filled with the best guesses of heads.
+"""Drafters whose heads, one a level, all read the same feature of the target.
 
-Which combinations of guesses to verify is fixed; the tokens are lists of best ones, so a
-block is a tree of point masses. The heads behind it are a function (``Guess``).
+The heads are a function (``Guess``); a grower decides which of their guesses are verified.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from jspec.decode import pending
+from jspec.drafters.growth import Grower
+from jspec.drafters.recurrent import block
 from jspec.sampling import mask_padding
 from jspec.tree import Topology
-from jspec.types import Array, Block, Context, Drafter, DraftShape, Feedback
+from jspec.types import Array, Context, Drafter, Feedback
 
 # (weights, k, state, path [B, R, k + 1]) -> logits [B, R, V'] of head k (from 0) after
 # each of R paths of tokens that start at the root; [B, 1, V'] if the path is not read.
@@ -77,82 +76,50 @@ def accepted_feature(params: Any, feature: Array, feedback: Feedback) -> Array:
     return jnp.where(n >= 0, new, feature)
 
 
+class _At(NamedTuple):
+    """One level of a growing tree: target tokens ``path [B, n, d]`` from the root to every
+    node, and the static ``head`` whose guesses follow them."""
+
+    path: Array
+    head: int
+
+
 @functools.cache
 def tree_drafter(
     guess: Guess,
-    topology: Topology,
+    grower: Grower,
     vocab_size: int,
     tap: int = -1,
     init: Callable = last_feature,
     update: Callable = accepted_feature,
 ) -> Drafter:
-    """Fills a static tree level by level from lists of best tokens.
+    """A drafter from heads, one a level, and a way to grow blocks.
 
     A row whose prompt is a single token has no feature yet: its block is the root alone.
 
     Args:
       guess: logits of a head; its weights have a ``to_target``.
-      topology: the tree; node by node, which of its parent's guesses stands there.
+      grower: decides which nodes there are, as a rule ``growth.ranked``.
       vocab_size: the target's vocabulary; rows of a head beyond it are never drafted.
       tap: the target layer whose feature the heads read.
       init, update: as in ``Drafter``; by default the state is the last feature.
     """
-    levels = _levels(topology)
-    parent = np.asarray(topology.parent, np.int32)
 
     def propose(params, state, key, context: Context):
-        del key
-        token = pending(context)[:, None]
-        for k, level in enumerate(levels):
-            logits = guess(params, k, state, token[:, level.path])
-            best = _best(logits, params.to_target, vocab_size, max(level.rank) + 1)
-            best = jnp.broadcast_to(
-                best, (*token.shape[:1], *level.path.shape[:1], best.shape[2])
-            )
-            token = jnp.concatenate([token, best[:, level.row, level.rank]], axis=1)
-        root = np.arange(topology.nodes) == 0
-        block = Block(
-            token=token,
-            parent=jnp.broadcast_to(parent, token.shape),
-            live=(context.length > 1)[:, None] | root,
-            vote=jnp.ones(token.shape, bool),
-        )
-        return block, state
+        to_target = params.to_target
 
-    shape = DraftShape(topology.nodes, topology.depth, taps=(tap,))
-    return Drafter(shape, init, propose, update)
+        def logits(at: _At) -> Array:
+            found = guess(params, at.head, state, at.path)
+            return found if to_target is not None else mask_padding(found, vocab_size)
 
+        def extend(at: _At, token: Array, row: Array):
+            token = token if to_target is None else to_target[token]
+            path = jnp.take_along_axis(at.path, row[..., None], axis=1)
+            at = _At(jnp.concatenate([path, token[..., None]], -1), at.head + 1)
+            return logits(at), at
 
-class _Level(NamedTuple):
-    """A level of a tree: ``path [R, d]`` nodes from the root to each of its R parents;
-    per node the ``row`` of its parent among them and its ``rank``."""
+        root = _At(pending(context)[:, None, None], 0)
+        grown = grower.grow(extend, root, logits(root)[:, 0], key, context.sampling)
+        return block(context, grown, context.length - 1, to_target, grower), state
 
-    path: np.ndarray
-    row: tuple[int, ...]
-    rank: tuple[int, ...]
-
-
-def _levels(topology: Topology) -> list[_Level]:
-    paths: list[list[int]] = []
-    for node, up in enumerate(topology.parent):
-        paths.append([*(paths[up] if node else []), node])
-    levels = []
-    for depth in range(1, topology.depth + 1):
-        nodes = [i for i, path in enumerate(paths) if len(path) == depth + 1]
-        parents = sorted({topology.parent[i] for i in nodes})
-        levels.append(
-            _Level(
-                path=np.asarray([paths[p] for p in parents]),
-                row=tuple(parents.index(topology.parent[i]) for i in nodes),
-                rank=tuple(topology.rank[i] for i in nodes),
-            )
-        )
-    return levels
-
-
-def _best(logits: Array, to_target: Array | None, vocab_size: int, count: int) -> Array:
-    """Target ids ``[B, R, count]`` of the best entries of ``logits [B, R, V']``."""
-    if to_target is None:
-        logits = mask_padding(logits, vocab_size)
-    ids = lax.top_k(logits, count)[1]
-    return ids if to_target is None else to_target[ids]
+    return Drafter(grower.shape((tap,)), init, propose, update)

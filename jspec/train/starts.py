@@ -1,0 +1,135 @@
+"""Where training begins: heads made of the target's own last layer, norm and head.
+
+Such a head needs a few hundred steps to what a random one needs thousands for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.drafters import eagle
+from jspec.drafters.eagle import Design, Weights
+from jspec.drafters.mtp import design_of
+from jspec.drafters.published_eagle import Head, target_head
+from jspec.drafters.published_mtp import Modules
+from jspec.models import Model, linear
+from jspec.models.config import Config
+from jspec.types import Array
+
+
+def fresh_eagle3(target: Model, taps, ids: np.ndarray, key: Array) -> Head:
+    """The target's last layer reading the last tap, blind to the embedding at first.
+
+    Raises:
+      ValueError: a target whose layers no EAGLE head has a place for.
+    """
+    layer, config = _plain_layer(target)
+    width = config.hidden
+    select = jnp.concatenate(
+        [jnp.zeros((width, (len(taps) - 1) * width)), jnp.eye(width)], 1
+    )
+    qkv = jnp.concatenate([jnp.zeros_like(layer.qkv), layer.qkv], -1)
+    noise = 0.01 * jax.random.normal(key, qkv.shape)
+    weights = Weights(
+        embed=target.params.embed,
+        layers=(dataclasses.replace(layer, qkv=qkv + noise, attn_norm=None),),
+        head=target_head(target, ids),
+        fc=select,
+        embed_norm=_neutral(config),
+        hidden_norm=layer.attn_norm,
+        final_norm=target.params.final_norm,
+        to_target=jnp.asarray(ids),
+    )
+    return Head(Design(config, tuple(taps), eagle.eagle3, eagle.fuse), weights)
+
+
+def fresh_eagle1(target: Model, key: Array) -> Head:
+    """``fc`` passes the feature on; the layer begins as the target's last.
+
+    Raises:
+      ValueError: as ``fresh_eagle3``.
+    """
+    layer, config = _plain_layer(target)
+    width = config.hidden
+    fc = jnp.concatenate([jnp.zeros((width, width)), jnp.eye(width)], 1)
+    weights = Weights(
+        embed=target.params.embed,
+        layers=(dataclasses.replace(layer, attn_norm=None),),
+        head=target_head(target),
+        fc=fc + 0.01 * jax.random.normal(key, fc.shape),
+        fc_bias=jnp.zeros(width),
+    )
+    return Head(Design(config, (-1,), eagle.eagle1, eagle.as_is), weights)
+
+
+def fresh_mtp(target: Model, key: Array) -> Modules:
+    """``fc`` passes the normed feature on; the layer begins as the target's last."""
+    layer, config = _last_layer(target)
+    width = config.hidden
+    fc = jnp.concatenate([jnp.zeros((width, width)), jnp.eye(width)], 1)
+    weights = Weights(
+        embed=target.params.embed,
+        layers=(layer,),
+        head=target_head(target),
+        fc=fc + 0.01 * jax.random.normal(key, fc.shape),
+        embed_norm=_neutral(config),
+        hidden_norm=_neutral(config),
+        final_norm=_whole(target.params.final_norm),
+    )
+    return Modules(design_of(config), (weights,))
+
+
+def _plain_layer(target: Model) -> tuple[Any, Config]:
+    """The last layer of a target that an EAGLE head can be made of."""
+    config = target.config
+    odd = {
+        "norms after attention and MLP": config.sandwich_norm,
+        "experts": config.has_experts(config.layers - 1),
+        "latent attention": config.latent is not None,
+        "gated attention": config.gated,
+    }
+    has = [name for name, given in odd.items() if given]
+    if has:
+        raise ValueError(
+            f"{target.name} has {' and '.join(has)}, which the layer of an EAGLE head "
+            "has no place for; train another kind of head (mtp), or go on from a head "
+            "that exists"
+        )
+    return _last_layer(target)
+
+
+def _neutral(config: Config) -> Array:
+    """Weights of a norm that scales nothing."""
+    return jnp.full(config.hidden, 0.0 if config.zero_centred else 1.0)
+
+
+def _last_layer(target: Model) -> tuple[Any, Config]:
+    """A float32 copy of the target's last layer, and the config of a single such layer."""
+    config, last = target.config, target.config.layers - 1
+    experts = config.experts
+    if experts is not None:
+        dense = () if config.has_experts(last) else (0,)
+        experts = dataclasses.replace(experts, dense_layers=dense)
+    config = dataclasses.replace(
+        config,
+        layers=1,
+        windows=(None,),
+        ropes=config.ropes[-1:],
+        experts=experts,
+        mtp_layers=0,
+    )
+    return _whole(target.params.layers[-1]), config
+
+
+def _whole(tree: Any) -> Any:
+    """A float32 copy in which no product is cut into blocks."""
+    return jax.tree.map(
+        lambda x: jnp.asarray(np.asarray(x), jnp.float32),
+        tree,
+        is_leaf=lambda x: isinstance(x, linear.Rows),
+    )
