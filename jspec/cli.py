@@ -1,4 +1,5 @@
-"""The command line: ``jspec generate``, ``bench``, ``train`` and ``inspect``.
+"""The command line: ``jspec generate``, ``bench``, ``train``, ``inspect`` and
+``export``.
 
 Text goes to standard output, everything said about it to standard error. A mistake of
 the user is one line and status 2; Ctrl-C is status 130.
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from jspec import bench, cli_train
+from jspec import bench, cli_heads, cli_train
 from jspec.compilation import enable_cache
 from jspec.generation import stream
 from jspec.models import load
@@ -188,5 +189,6 @@ COMMANDS = {
     "generate": (_add_generate, GENERATE, "continue a prompt"),
     "bench": (_add_bench, BENCH, "compare drafters with plain decoding"),
     "train": (cli_train.add_train, cli_train.TRAIN, "train a head"),
-    "inspect": (cli_train.add_inspect, cli_train.INSPECT, "look at a published head"),
+    "inspect": (cli_heads.add_inspect, cli_heads.INSPECT, "look at a published head"),
+    "export": (cli_heads.add_export, cli_heads.EXPORT, "write a head for others"),
 }

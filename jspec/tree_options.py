@@ -11,6 +11,7 @@ from jspec import bench, tree
 from jspec.drafters import growth, load_drafter
 from jspec.drafters.growth import Grower
 from jspec.models import Model
+from jspec.tree import Topology
 
 HEADS = Path(__file__).parents[1] / "checkpoints"  # of the repository
 TREES = ("dynamic", "static", "chain")
@@ -22,15 +23,23 @@ def add_tree_arguments(
     nodes: Sequence[int] = (8,),
     depth: int = 5,
     width: int = 4,
+    static: Topology = tree.EAGLE_25,
 ) -> None:
-    """Options that say how a head's guesses are grown into blocks."""
+    """Options that say how a head's guesses are grown into blocks.
+
+    Args:
+      parser: gets the options.
+      kind, nodes, depth, width: defaults.
+      static: the tree that ``--tree static`` stands for.
+    """
+    parser.set_defaults(static=static)
     add = parser.add_argument
     add(
         "--tree",
         choices=TREES,
         default=kind,
-        help="dynamic: the nodes most probable to the head; static: EAGLE-1's published "
-        f"tree; chain: sampled at temperatures above 0 ({kind})",
+        help="dynamic: the nodes most probable to the head; static: the tree that was "
+        f"published with the method; chain: sampled at temperatures above 0 ({kind})",
     )
     add(
         "--nodes",
@@ -62,7 +71,7 @@ def growers(args: argparse.Namespace) -> dict[str, Grower]:
     if args.tree == "chain":
         return {f"chain {args.depth}": growth.chain(args.depth)}
     if args.tree == "static":
-        return {"tree of 26": growth.ranked(tree.EAGLE_25)}
+        return {f"tree of {args.static.nodes}": growth.ranked(args.static)}
     counts = args.nodes[:1] if args.smoke else args.nodes
     return {
         f"tree of {n}": growth.dynamic(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jspec.decode import pending
+from jspec.drafters import growth
 from jspec.drafters.growth import Grower
 from jspec.drafters.recurrent import block
 from jspec.sampling import mask_padding
@@ -24,16 +25,16 @@ Guess = Callable[[Any, int, Any, Array], Array]
 
 
 def check(
-    weights: Any, count: int, vocab: Array, vocab_size: int, topology: Topology
-) -> None:
-    """Refuses a tree that heads with product ``vocab [V', M]`` cannot fill.
+    weights: Any, count: int, vocab: Array, vocab_size: int, shape: Topology | Grower
+) -> Grower:
+    """What grows ``shape``; refuses one that heads ``vocab [V', M]`` cannot fill.
 
     Raises:
       ValueError: naming both sides.
     """
-    if topology.depth > count:
+    if shape.depth > count:
         raise ValueError(
-            f"the tree is {topology.depth} levels deep, but there are {count} heads, one "
+            f"the tree is {shape.depth} levels deep, but there are {count} heads, one "
             f"a level; choose a tree of at most {count} levels, or more heads"
         )
     to_target, rows = weights.to_target, vocab.shape[0]
@@ -49,12 +50,15 @@ def check(
                 f"to_target holds ids from {low} to {high}, but the target has "
                 f"{vocab_size} tokens"
             )
-    guesses = max(topology.rank) + 1
+    if isinstance(shape, Grower):
+        return shape
+    guesses = max(shape.rank) + 1
     if guesses > min(rows, vocab_size):
         raise ValueError(
             f"the tree takes the {guesses} best tokens of a head, but there are only "
             f"{min(rows, vocab_size)}; choose a narrower tree"
         )
+    return growth.ranked(shape)
 
 
 def last_feature(params: Any, context: Context) -> Array:

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jspec import tree
-from jspec.drafters import growth
 from jspec.drafters.feature_heads import check, tree_drafter
+from jspec.drafters.growth import Grower
 from jspec.models.linear import linear
 from jspec.tree import Topology
 from jspec.types import Array, Drafter
@@ -75,7 +75,7 @@ def medusa_output(weights: Medusa, k: int, feature: Array) -> Array:
 
 
 def medusa(
-    weights: Medusa, vocab_size: int, topology: Topology = tree.MEDUSA_63
+    weights: Medusa, vocab_size: int, topology: Topology | Grower = tree.MEDUSA_63
 ) -> Drafter:
     """Drafts with Medusa heads; the weights are the drafter's params.
 
@@ -91,9 +91,9 @@ def medusa(
       ValueError: a tree that is deeper than there are heads or wider than their
         vocabulary, or a draft vocabulary that does not fit.
     """
-    for head in weights.heads:
-        check(weights, len(weights.heads), head.vocab, vocab_size, topology)
-    return tree_drafter(_medusa_guess, growth.ranked(topology), vocab_size)
+    vocab = weights.heads[0].vocab
+    grower = check(weights, len(weights.heads), vocab, vocab_size, topology)
+    return tree_drafter(_medusa_guess, grower, vocab_size)
 
 
 def _medusa_guess(weights: Medusa, k: int, feature: Array, path: Array) -> Array:
@@ -148,7 +148,7 @@ def blockwise_output(weights: Blockwise, k: int | Array, feature: Array) -> Arra
 
 
 def blockwise(
-    weights: Blockwise, vocab_size: int, topology: Topology | None = None
+    weights: Blockwise, vocab_size: int, topology: Topology | Grower | None = None
 ) -> Drafter:
     """Drafts with blockwise heads, without a tree of its own a chain of their best.
 
@@ -165,8 +165,8 @@ def blockwise(
     """
     count = weights.down.shape[0]
     topology = tree.line(count) if topology is None else topology
-    check(weights, count, weights.vocab, vocab_size, topology)
-    return tree_drafter(_blockwise_guess, growth.ranked(topology), vocab_size)
+    grower = check(weights, count, weights.vocab, vocab_size, topology)
+    return tree_drafter(_blockwise_guess, grower, vocab_size)
 
 
 def _blockwise_guess(weights: Blockwise, k: int, feature: Array, path: Array) -> Array:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jspec import tree
-from jspec.drafters import growth
 from jspec.drafters.feature_heads import check, tree_drafter
+from jspec.drafters.growth import Grower
 from jspec.models.linear import linear
 from jspec.tree import Topology
 from jspec.types import Array, Drafter
@@ -86,15 +86,15 @@ def hydra_output(weights: Hydra, k: int, feature: Array, path: Array) -> Array:
 
 
 def hydra(
-    weights: Hydra, vocab_size: int, topology: Topology = tree.MEDUSA_63
+    weights: Hydra, vocab_size: int, topology: Topology | Grower = tree.MEDUSA_63
 ) -> Drafter:
     """Drafts with Hydra heads; the weights are the drafter's params.
 
     Args and errors are those of ``jspec.drafters.medusa``.
     """
-    for head in weights.heads:
-        check(weights, len(weights.heads), head.vocab, vocab_size, topology)
-    return tree_drafter(_guess, growth.ranked(topology), vocab_size)
+    vocab = weights.heads[0].vocab
+    grower = check(weights, len(weights.heads), vocab, vocab_size, topology)
+    return tree_drafter(_guess, grower, vocab_size)
 
 
 def _guess(weights: Hydra, k: int, feature: Array, path: Array) -> Array:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from jspec import tree
 from jspec.drafters import eagle, growth, mtp
 from jspec.drafters.draft import Draft
 from jspec.drafters.growth import Grower
+from jspec.drafters.heads import medusa
 from jspec.drafters.ngram import ngram
 from jspec.drafters.published_eagle import is_eagle, load_eagle
-from jspec.drafters.published_medusa import is_medusa, load_medusa
+from jspec.drafters.published_medusa import is_medusa, read_medusa
 from jspec.drafters.published_mtp import is_mtp, load_mtp
 from jspec.drafters.small_model import small_model
 from jspec.models import Model, load
@@ -31,8 +31,7 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
       **options: passed to the drafter: ``gamma`` for all; ``longest``, ``shortest`` and
         ``pick`` for ``ngram``; for heads ``grower`` (see ``jspec.drafters.growth``),
         without which, or ``gamma``, they grow a dynamic tree, and prediction modules a
-        chain of 3; for Medusa heads ``topology``, without which, or ``gamma``, they fill
-        the published tree.
+        chain of 3. ``grower`` of Medusa heads may be a ``Topology`` too.
 
     Raises:
       ValueError: a draft model with another tokenizer, a head for another target;
@@ -59,8 +58,9 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
     return Draft(drafter, model.params, model.name, size)
 
 
-# Small trees pay on a CPU, whose cost of a block grows with every node.
-DYNAMIC = growth.dynamic(nodes=10, depth=5, width=4)
+def _dynamic(depth: int = 5) -> Grower:
+    """A small tree: on a CPU the cost of a block grows with every node."""
+    return growth.dynamic(nodes=10, depth=depth, width=4)
 
 
 def _config(folder: Path) -> dict:
@@ -84,7 +84,7 @@ def _load_head(
 ) -> Draft:
     head = load_eagle(folder, target)
     if grower is None:
-        grower = DYNAMIC if gamma is None else growth.chain(gamma)
+        grower = _dynamic() if gamma is None else growth.chain(gamma)
     drafter = eagle.drafter(head.design, grower, dtype=target.dtype)
     return Draft(drafter, head.weights, folder.name, target.config.vocab_size)
 
@@ -93,11 +93,13 @@ def _load_medusa(
     folder: Path,
     target: Model,
     gamma: int | None = None,
-    topology: Topology = tree.MEDUSA_63,
+    grower: Grower | Topology | None = None,
 ) -> Draft:
-    if gamma is not None:
-        topology = tree.line(gamma)
-    return load_medusa(folder, target, topology)
+    weights, size = read_medusa(folder, target), target.config.vocab_size
+    if grower is None:
+        tree = _dynamic(min(len(weights.heads), 5))
+        grower = tree if gamma is None else growth.chain(gamma)
+    return Draft(medusa(weights, size, grower), weights, folder.name, size)
 
 
 def _load_modules(

@@ -18,8 +18,8 @@ from jax import lax
 from jspec import cache as kv_cache
 from jspec import tree
 from jspec.cache import KV, KVCache
-from jspec.drafters import growth
 from jspec.drafters.feature_heads import check, tree_drafter
+from jspec.drafters.growth import Grower
 from jspec.models.config import Config
 from jspec.models.linear import linear
 from jspec.models.rope import turns
@@ -81,9 +81,10 @@ def multi_token_forward(
 ) -> tuple[Array, KV]:
     """Outputs ``[B, N, K, M]`` of all heads on trunk rows ``x [B, N, M]``.
 
-    Their products with ``vocab`` are the logits. ``mask [B, N, N]`` says which rows a row sees besides the cache, itself included; its
-    position is ``cache.length`` and the number of the others. None: the rows follow one
-    another. The cache is only read, and the rows' own keys and values are returned.
+    Their products with ``vocab`` are the logits. ``mask [B, N, N]`` says which rows a row
+    sees besides the cache, itself included; its position is ``cache.length`` and the
+    number of the others. None: the rows follow one another. The cache is only read, and
+    the rows' own keys and values are returned.
     """
     if mask is None:
         mask = jnp.tril(jnp.ones((len(x), *x.shape[1:2] * 2), bool))
@@ -108,7 +109,7 @@ def multi_token_forward(
 def multi_token(
     weights: MultiToken,
     config: Config,
-    topology: Topology | None = None,
+    topology: Topology | Grower | None = None,
     *,
     tap: int | None = None,
     chunk: int = 64,
@@ -129,17 +130,17 @@ def multi_token(
     """
     count = len(weights.layers)
     topology = tree.line(count) if topology is None else topology
-    check(weights, count, weights.vocab, config.vocab_size, topology)
+    grower = check(weights, count, weights.vocab, config.vocab_size, topology)
     tap = config.layers - 1 if tap is None else tap
-    return _multi_token(config, topology, tap, chunk)
+    return _multi_token(config, grower, tap, chunk)
 
 
 @functools.cache
-def _multi_token(config: Config, topology: Topology, tap: int, chunk: int) -> Drafter:
-    path_rows = topology.depth + 1
+def _multi_token(config: Config, grower: Grower, tap: int, chunk: int) -> Drafter:
+    path_rows = grower.depth + 1
 
     def used(weights: MultiToken) -> MultiToken:
-        return dataclasses.replace(weights, layers=weights.layers[: topology.depth])
+        return dataclasses.replace(weights, layers=weights.layers[: grower.depth])
 
     def init(params, context: Context):
         return _prefill(used(params), context, config, path_rows, chunk)
@@ -160,9 +161,7 @@ def _multi_token(config: Config, topology: Topology, tap: int, chunk: int) -> Dr
             hidden=_row(hidden, n, state.hidden),
         )
 
-    return tree_drafter(
-        guess, growth.ranked(topology), config.vocab_size, tap, init, update
-    )
+    return tree_drafter(guess, grower, config.vocab_size, tap, init, update)
 
 
 def _prefill(

@@ -154,6 +154,8 @@ def _config(head: Head, vocab_size: int) -> dict:
     design, draft_size = head.design, head.weights.head.shape[0]
     layers = config_to_hf(dataclasses.replace(design.config, tie_embeddings=False))
     layers["vocab_size"] = vocab_size
+    if head.layout == SPECULATORS and design.first is eagle.eagle1:
+        raise ValueError("the speculators layout has no place for an EAGLE-1 head")
     if head.layout == SPECULATORS:
         return _speculators_config(head, layers, draft_size)
     if design.norm_before_residual or design.norm_output or design.config.layers > 1:

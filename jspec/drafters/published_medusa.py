@@ -23,6 +23,7 @@ import numpy as np
 from jspec import checks, tree
 from jspec.drafters import tensors
 from jspec.drafters.draft import Draft
+from jspec.drafters.growth import Grower
 from jspec.drafters.heads import Medusa, MedusaHead, medusa
 from jspec.models import Model
 from jspec.tree import Topology
@@ -56,9 +57,23 @@ def is_medusa(config: dict) -> bool:
 
 
 def load_medusa(
-    folder: str | Path, target: Model, topology: Topology = tree.MEDUSA_63
+    folder: str | Path, target: Model, topology: Topology | Grower = tree.MEDUSA_63
 ) -> Draft:
     """Medusa heads of a folder in a published layout, ready to draft for ``target``.
+
+    Args:
+      folder, target: as for ``read_medusa``.
+      topology: as in ``jspec.drafters.medusa``.
+
+    Raises:
+      ValueError: a tree that is too deep for the heads; and as ``read_medusa``.
+    """
+    weights, size = read_medusa(folder, target), target.config.vocab_size
+    return Draft(medusa(weights, size, topology), weights, Path(folder).name, size)
+
+
+def read_medusa(folder: str | Path, target: Model) -> Medusa:
+    """Medusa heads of a folder in a published layout.
 
     In the authors' layout the file says how many heads there are, at least as many as
     the config does: published configs announce two where the file holds five.
@@ -67,14 +82,12 @@ def load_medusa(
       folder: with ``config.json`` and ``medusa_lm_head.safetensors``,
         ``model.safetensors`` or, where torch is installed, ``medusa_lm_head.pt``.
       target: the model they were trained on; the heads take its dtype.
-      topology: as in ``jspec.drafters.medusa``.
 
     Raises:
       FileNotFoundError: no config or no weights.
       ImportError: a ``.pt`` file without torch.
       ValueError: missing or unexpected tensors; heads of another width or vocabulary
-        than the target's; residual blocks of a head that differ; a tree that is too
-        deep for the heads.
+        than the target's; residual blocks of a head that differ.
     """
     folder = Path(folder)
     config = tensors.read_config(folder)
@@ -95,13 +108,11 @@ def load_medusa(
         shapes["token_map"] = ids.shape
     kept = tensors.take(folder, found, shapes)
     _check_shared(folder, kept, layout, heads, layers)
-    weights = Medusa(
+    return Medusa(
         tuple(_head(kept, layout, i, ids, target) for i in range(heads)),
         to_target=None if ids is None else jnp.asarray(ids),
         layers=layers,
     )
-    size = target.config.vocab_size
-    return Draft(medusa(weights, size, topology), weights, folder.name, size)
 
 
 def save_medusa(

@@ -211,9 +211,10 @@ def medusa(
     if start is None:
         ids = None
         if draft_vocab < vocab_size:
-            ids = jnp.asarray(vocabulary(corpus, draft_vocab, vocab_size))
+            ids = vocabulary(corpus, draft_vocab, vocab_size)
         rows = jnp.asarray(target_head(target, ids), jnp.float32)
-        start = dataclasses.replace(init_medusa(rows, count), to_target=ids)
+        to_target = None if ids is None else jnp.asarray(ids)
+        start = dataclasses.replace(init_medusa(rows, count), to_target=to_target)
     to_target = start.to_target
 
     def loss(to_target, params: Medusa, rows: Rows, key: Array):

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 
+from jspec import checks
 from jspec.models import Model, load
 from jspec.train import corpus, features, packing
 from jspec.train.feature_cache import cache_features, stored_taps
@@ -29,6 +30,7 @@ class Options:
         along a cosine.  clip: of the gradient's norm.
       every: steps between evaluations and checkpoints.
       held: rows that are held out for evaluation.
+      rows: most rows to learn from; None is all that the corpus fills.
       cache: folder that the target's features are written to once, for many epochs and
         several methods; None computes them anew for every batch.
       recipe: further arguments of the method's recipe.
@@ -42,6 +44,7 @@ class Options:
     clip: float = 0.5
     every: int = 200
     held: int = 16
+    rows: int | None = None
     seed: int = 0
     cache: str | None = None
     recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -80,6 +83,8 @@ def train(
     say(f"{len(learn.documents)} conversations, {learn.tokens} tokens to learn from")
     recipe = RECIPES[method](model, learn, seed=options.seed, **options.recipe)
     rows = packing.rows(learn, options.length)
+    if options.rows is not None:
+        checks.count("rows", options.rows, options.batch)
     params = fit(
         recipe.loss,
         recipe.params,
@@ -88,7 +93,7 @@ def train(
         optimizer=optimizer(options),
         out=out,
         every=options.every,
-        evaluate=_evaluation(model, held, recipe, options),
+        evaluate=_evaluation(model, held, recipe, out / "head", options),
         seed=options.seed,
     )
     return recipe.save(params, out / "head")
@@ -108,6 +113,7 @@ def optimizer(options: Options) -> optax.GradientTransformation:
 
 def _data(model: Model, rows: Rows, recipe: Recipe, options: Options, say):
     if options.cache is None:
+        rows = rows.take(np.arange(len(rows))[: options.rows])
         return features.stream(
             model.params,
             packing.batches(rows, options.batch, options.seed),
@@ -115,20 +121,24 @@ def _data(model: Model, rows: Rows, recipe: Recipe, options: Options, say):
             taps=recipe.taps,
             dtype=model.dtype,
         )
-    say(f"features of {len(rows)} rows are kept in {options.cache}")
+    say(f"features of rows are kept in {options.cache}")
     cached = cache_features(
         options.cache,
         rows,
         model.params,
         target=model.target,
         taps=stored_taps(options.cache, recipe.taps),
+        limit=options.rows,
         progress=lambda done, count: say(f"features: {done} of {count} rows"),
     )
     return cached.batches(rows, options.batch, options.seed, recipe.taps)
 
 
-def _evaluation(model: Model, held, recipe: Recipe, options: Options):
-    """``params -> metrics`` averaged over the held-out rows, whose features are kept."""
+def _evaluation(model: Model, held, recipe: Recipe, head: Path, options: Options):
+    """``params -> metrics`` averaged over the held-out rows, whose features are kept.
+
+    Saves the head as well, so that what a checkpoint holds can be tried at once.
+    """
     rows = packing.rows(held, options.length)
     count = min(options.held, len(rows)) // options.batch * options.batch
     if not count:
@@ -148,6 +158,7 @@ def _evaluation(model: Model, held, recipe: Recipe, options: Options):
     loss = jax.jit(lambda loss, params, batch: loss(params, batch, key))
 
     def evaluate(params) -> dict[str, Any]:
+        recipe.save(params, head)
         if not batches:
             batches.extend(data(i) for i in range(0, count, options.batch))
         found = []

@@ -8,7 +8,7 @@ import pytest
 
 import jspec
 from jspec import drafters, tree
-from jspec.drafters import feature_heads, heads
+from jspec.drafters import feature_heads, growth, heads
 from jspec.drafters.hydra import Hydra, HydraHead, hydra_output, init_hydra
 from jspec.drafters.multi_token import (
     empty_cache,
@@ -143,6 +143,34 @@ def test_without_a_feature_there_is_no_draft():
     live[1, 1:] = False  # the prompt of one token
     np.testing.assert_array_equal(block.live, live)
     assert block.law.q is None
+
+
+def test_a_dynamic_tree_holds_the_most_probable_paths():
+    grower = growth.dynamic(nodes=5, depth=2, width=3)
+    weights = medusa_weights()
+    block, features = propose(drafters.medusa(weights, VOCAB, grower), weights)
+    for row, ids in enumerate(TEXTS):
+        feature = features[row, max(len(ids) - 2, 0)]
+        logits = [medusa_loop(weights, k, np.asarray(feature), None) for k in (0, 1)]
+        first, second = (z - np.log(np.sum(np.exp(z))) for z in logits)
+        paths = {(a,): first[a] for a in range(VOCAB)}
+        paths |= {
+            (a, b): first[a] + second[b]
+            for a in np.argsort(first)[-3:].tolist()
+            for b in np.argsort(second)[-3:].tolist()
+        }
+        best = sorted(paths, key=paths.__getitem__)[-4:]
+        token, parent = np.asarray(block.token[row]), np.asarray(block.parent[row])
+        found = [
+            (int(token[i]),)
+            if not parent[i]
+            else (int(token[parent[i]]), int(token[i]))
+            for i in range(1, 5)
+        ]
+        if len(ids) > 1:
+            assert sorted(found) == sorted(best)
+    with pytest.raises(ValueError, match="4 levels deep, but there are 3 heads"):
+        drafters.medusa(weights, VOCAB, growth.dynamic(5, 4, 3))
 
 
 def test_fresh_heads_guess_what_the_target_itself_would():

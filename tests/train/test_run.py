@@ -1,5 +1,7 @@
 """From a corpus to a head that drafts: every recipe, with and without a break."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -101,6 +103,48 @@ def test_the_command_trains_and_goes_on(corpus_files, tmp_path, capsys):
     assert cli.main(["inspect", str(out / "head"), "--target", str(target)]) == 0
     said = capsys.readouterr().out
     assert "eagle3" in said and "first guess right" in said
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_heads_are_exported(method, corpus_files, tmp_path, capsys):
+    target = str(models.save(MODEL, tmp_path / "target"))
+    options = Options(steps=1, **SMALL, recipe=OWN[method])
+    head = train(method, MODEL, corpus_files, tmp_path, options, lambda line: None)
+    words = ["export", str(head), str(tmp_path / "out"), "--target", target]
+    assert cli.main([*words, "--dtype", "float32"]) == 0
+    ours, theirs = (jspec.load_drafter(f, MODEL) for f in (head, tmp_path / "out"))
+    for a, b in zip(*map(jax.tree.leaves, (ours.params, theirs.params)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    status = cli.main([*words, "--layout", "speculators"])
+    if method == "eagle3":
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert config["speculators_model_type"] == "eagle3"
+        assert status == 0
+    else:
+        assert status == 2
+        why = "no place for an EAGLE-1" if method == "eagle1" else "is no EAGLE head"
+        assert why in capsys.readouterr().err
+
+
+def test_training_may_take_some_rows(corpus_files, tmp_path):
+    def trained(out, **options):
+        head = train(
+            "medusa",
+            MODEL,
+            corpus_files,
+            tmp_path / out,
+            Options(steps=3, **SMALL, recipe=OWN["medusa"], **options),
+            lambda line: None,
+        )
+        return metrics.read(head.parent / "metrics.jsonl")
+
+    cached = trained("a", rows=4, cache=str(tmp_path / "features"))
+    streamed, every = trained("b", rows=4), trained("c")
+    losses = [[line["loss"] for line in run] for run in (cached, streamed, every)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=2e-3)  # kept in bfloat16
+    assert losses[1] != losses[2]
+    with pytest.raises(ValueError, match="rows must be an integer >= 2"):
+        trained("d", rows=1)
 
 
 def test_a_module_is_trained_further_and_inspected(corpus_files, tmp_path, capsys):
