@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jspec import bench, tree
+from jspec import bench, draw, report, tree
 from jspec.drafters import growth, load_drafter
 from jspec.drafters.growth import Grower
 from jspec.models import Model
+from jspec.prompts import load_prompts
 from jspec.tree import Topology
 
 HEADS = Path(__file__).parents[1] / "checkpoints"  # of the repository
@@ -64,6 +65,13 @@ def add_tree_arguments(
         metavar="P",
         help="leave out nodes whose path the head holds less probable than P (0)",
     )
+    add(
+        "--draw-tree",
+        nargs="?",
+        const="",
+        metavar="PNG",
+        help="draw the blocks of three rounds, in the terminal or to a PNG, first",
+    )
 
 
 def growers(args: argparse.Namespace) -> dict[str, Grower]:
@@ -99,7 +107,7 @@ def tree_methods(model: Model, args: argparse.Namespace) -> Sequence[bench.Metho
             "with --drafter"
         )
     rule = bench.RULES.get(args.rule)
-    return [
+    methods = [
         bench.Method(
             f"{folder.name} {kind}",
             load_drafter(args.drafter, model, grower=grower),
@@ -107,6 +115,32 @@ def tree_methods(model: Model, args: argparse.Namespace) -> Sequence[bench.Metho
         )
         for kind, grower in growers(args).items()
     ]
+    if args.draw_tree is not None:
+        _draw(model, methods[0], args)
+    return methods
+
+
+def _draw(model: Model, method: bench.Method, args: argparse.Namespace) -> None:
+    """Draws the first rounds of a method on the first prompt."""
+    prompt = load_prompts(args.prompts, 1)[0].prompt
+    assert method.draft is not None
+    drawn = draw.rounds(
+        model,
+        method.draft,
+        prompt,
+        rule=method.rule,
+        temperature=args.temperature,
+        seed=args.seed,
+    )
+
+    def name(token: int) -> str:
+        return model.tokenizer.decode([token]) if model.tokenizer else str(token)
+
+    if args.draw_tree:
+        draw.image(drawn, name, args.draw_tree)
+        return
+    for one in drawn:
+        report.console().print(draw.terminal(one, name))
 
 
 def main(
