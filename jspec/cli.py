@@ -1,5 +1,5 @@
-"""The command line: ``jspec generate``, ``bench``, ``train``, ``inspect`` and
-``export``.
+"""The command line: ``jspec generate``, ``bench``, ``selfgen``, ``train``,
+``inspect`` and ``export``.
 
 Text goes to standard output, everything said about it to standard error. A mistake of
 the user is one line and status 2; Ctrl-C is status 130.
@@ -188,6 +188,7 @@ def _bench(args: argparse.Namespace) -> None:
 COMMANDS = {
     "generate": (_add_generate, GENERATE, "continue a prompt"),
     "bench": (_add_bench, BENCH, "compare drafters with plain decoding"),
+    "selfgen": (cli_train.add_selfgen, cli_train.SELFGEN, "write a corpus"),
     "train": (cli_train.add_train, cli_train.TRAIN, "train a head"),
     "inspect": (cli_heads.add_inspect, cli_heads.INSPECT, "look at a published head"),
     "export": (cli_heads.add_export, cli_heads.EXPORT, "write a head for others"),

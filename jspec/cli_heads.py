@@ -12,7 +12,7 @@ import jax
 
 from jspec.drafters import growth, load_drafter
 from jspec.drafters.eagle import Design, Weights
-from jspec.drafters.heads import Medusa
+from jspec.drafters.heads import Blockwise, Medusa
 from jspec.drafters.published_eagle import (
     OFFICIAL,
     SPECULATORS,
@@ -22,6 +22,11 @@ from jspec.drafters.published_eagle import (
 )
 from jspec.drafters.published_medusa import is_medusa, read_medusa, save_medusa
 from jspec.drafters.published_mtp import is_mtp, load_mtp, save_mtp
+from jspec.drafters.stored_blockwise import (
+    is_blockwise,
+    read_blockwise,
+    save_blockwise,
+)
 from jspec.drafters.tensors import read_config
 from jspec.generation import generate
 from jspec.models import Model, load
@@ -97,11 +102,14 @@ def _export(args: argparse.Namespace) -> None:
             base=args.target,
             vocab_size=model.config.vocab_size,
         )
+    elif is_blockwise(config):
+        heads = read_blockwise(folder, model)
+        save_blockwise(heads, args.folder, model.config.vocab_size, args.dtype)
     elif is_mtp(config):
         save_mtp(load_mtp(folder, model), args.folder, args.dtype)
     else:
         raise ValueError(
-            f"{args.head} holds neither an EAGLE head, Medusa heads nor "
+            f"{args.head} holds neither an EAGLE head, heads of Medusa's or blockwise kind nor "
             "prediction modules"
         )
     print(f"the head is in {args.folder}", file=sys.stderr)
@@ -130,6 +138,8 @@ def _facts(folder: Path, model: Model) -> dict[str, object]:
     """What was understood of a folder, by name."""
     if is_medusa(read_config(folder)):
         return _medusa_facts(read_medusa(folder, model))
+    if is_blockwise(read_config(folder)):
+        return _blockwise_facts(read_blockwise(folder, model))
     if is_mtp(read_config(folder)):
         modules = load_mtp(folder, model)
         facts = {"prediction modules": len(modules.weights)}
@@ -143,8 +153,20 @@ def _medusa_facts(weights: Medusa) -> dict[str, object]:
     return {
         "kind": "medusa",
         "heads": f"{len(weights.heads)} of width {width}, {weights.layers} blocks each",
-        "draft vocabulary": f"{rows} ids" if weights.to_target is not None else "all",
+        "draft vocabulary": "all" if weights.to_target is None else f"{rows} ids",
         "parameters": _millions(weights.heads),
+    }
+
+
+def _blockwise_facts(weights: Blockwise) -> dict[str, object]:
+    count, width, inner = weights.down.shape
+    own = dataclasses.replace(weights, vocab=None, to_target=None)
+    rows = len(weights.vocab)
+    return {
+        "kind": "blockwise",
+        "heads": f"{count} of width {width} with {inner // count} hidden units each",
+        "draft vocabulary": "all" if weights.to_target is None else f"{rows} ids",
+        "parameters": _millions(own),
     }
 
 

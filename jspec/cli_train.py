@@ -1,4 +1,4 @@
-"""``jspec train``."""
+"""``jspec selfgen`` and ``jspec train``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 from jspec.drafters.published_eagle import load_eagle
 from jspec.drafters.published_medusa import read_medusa
 from jspec.drafters.published_mtp import load_mtp
+from jspec.drafters.stored_blockwise import read_blockwise
 from jspec.models import Model, load
+from jspec.prompts import load_prompts
 
 TRAIN = """Trains a head for a target on text that the target wrote itself.
 
@@ -20,14 +22,79 @@ Killed or interrupted, the same command goes on where it was. The head is in OUT
 the layout that others publish, and drafts with --draft OUT/head.
 """
 
+SELFGEN = """Writes a corpus for training: conversations of the target with itself.
+
+  jspec selfgen corpus --target smollm2-135m --conversations 2000
+  jspec selfgen corpus --target smollm2-135m --prompts questions.jsonl
+
+Without --prompts the target writes the questions as well. Killed or interrupted, the same
+command goes on where it was; train on it with --corpus corpus/*.npz.
+"""
+
 _SMOKE = {"steps": 6, "every": 3, "held": 4, "warmup": 2}
+
+
+def add_selfgen(command: argparse.ArgumentParser) -> None:
+    """Options of ``jspec selfgen``."""
+    command.set_defaults(run=_selfgen)
+    add = command.add_argument
+    add("out", metavar="FOLDER", help="of the corpus; may be continued")
+    add("--target", default="smollm2-135m", metavar="MODEL", help="(smollm2-135m)")
+    add(
+        "--conversations",
+        type=int,
+        metavar="N",
+        help="how many (one a prompt, or 2000 without --prompts)",
+    )
+    add(
+        "--prompts", metavar="FILE", help="JSON lines with turns; the first is answered"
+    )
+    add("--answer-cap", type=int, default=256, metavar="N", help="longest answer (256)")
+    add(
+        "--temperatures",
+        type=float,
+        nargs="+",
+        default=[0.0, 0.0, 0.6, 1.0],
+        metavar="T",
+        help="of the answers, equally often (0 0 0.6 1)",
+    )
+    add("--rows", type=int, default=32, metavar="B", help="written at a time (32)")
+    add("--part", type=int, default=256, metavar="N", help="conversations a file (256)")
+    add("--seed", type=int, default=0, help="of everything drawn (0)")
+
+
+def _selfgen(args: argparse.Namespace) -> None:
+    from jspec.train.selfgen import selfgen
+
+    model = load(args.target, dtype="float32")
+    prompts, count = None, args.conversations
+    if args.prompts:
+        prompts = [str(q.prompt) for q in load_prompts(args.prompts, None)]
+    elif count is None:
+        count = 2000
+    files = selfgen(
+        model,
+        args.out,
+        conversations=count,
+        prompts=prompts,
+        seed=args.seed,
+        rows=args.rows,
+        part=args.part,
+        answer_cap=args.answer_cap,
+        temperatures=tuple(args.temperatures),
+    )
+    _say(f"the corpus is in {' '.join(map(str, files))}")
 
 
 def add_train(command: argparse.ArgumentParser) -> None:
     """Options of ``jspec train``."""
     command.set_defaults(run=_train)
     add = command.add_argument
-    add("method", metavar="METHOD", help="eagle1 (EAGLE-2's too), eagle3, medusa, mtp")
+    add(
+        "method",
+        metavar="METHOD",
+        help="blockwise, eagle1 (EAGLE-2's too), eagle3, medusa, mtp",
+    )
     add("--target", default="smollm2-135m", metavar="MODEL", help="(smollm2-135m)")
     add(
         "--corpus", nargs="+", required=True, metavar="FILE", help="conversations, .npz"
@@ -63,7 +130,7 @@ def _train(args: argparse.Namespace) -> None:
 
 def _start(method: str, folder: str, model: Model):
     """A head in the form in which the method's recipe goes on from it."""
-    readers = {"medusa": read_medusa, "mtp": load_mtp}
+    readers = {"blockwise": read_blockwise, "medusa": read_medusa, "mtp": load_mtp}
     return readers.get(method, load_eagle)(folder, model)
 
 

@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from jspec.drafters import eagle, growth, mtp
 from jspec.drafters.draft import Draft
 from jspec.drafters.growth import Grower
-from jspec.drafters.heads import medusa
+from jspec.drafters.heads import Blockwise, Medusa, blockwise, medusa
 from jspec.drafters.ngram import ngram
 from jspec.drafters.published_eagle import is_eagle, load_eagle
 from jspec.drafters.published_medusa import is_medusa, read_medusa
 from jspec.drafters.published_mtp import is_mtp, load_mtp
 from jspec.drafters.small_model import small_model
+from jspec.drafters.stored_blockwise import is_blockwise, read_blockwise
 from jspec.models import Model, load
 from jspec.models.load import fetch
 from jspec.tree import Topology
+from jspec.types import Drafter
 
 
 def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
     """A drafter for ``target``.
 
     Args:
-      name: ``"ngram"``; a folder or Hub id of an EAGLE head, Medusa heads or a prediction
-        module; the target's own folder, if that holds prediction modules; a loaded
+      name: ``"ngram"``; a folder or Hub id of an EAGLE head, Medusa or blockwise heads
+        or a prediction module; the target's own folder, if that holds prediction modules; a loaded
         ``Model``; or whatever ``jspec.load`` takes (an alias, a folder, a file, a Hub
         id), which is then used as an independent small model.
       target: the model it will draft for.
       **options: passed to the drafter: ``gamma`` for all; ``longest``, ``shortest`` and
         ``pick`` for ``ngram``; for heads ``grower`` (see ``jspec.drafters.growth``),
         without which, or ``gamma``, they grow a dynamic tree, and prediction modules a
-        chain of 3. ``grower`` of Medusa heads may be a ``Topology`` too.
+        chain of 3. ``grower`` of Medusa and blockwise heads may be a ``Topology``.
 
     Raises:
       ValueError: a draft model with another tokenizer, a head for another target;
@@ -46,7 +49,13 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
         if is_eagle(config):
             return _load_head(folder, target, **options)
         if is_medusa(config):
-            return _load_medusa(folder, target, **options)
+            heads = read_medusa(folder, target)
+            count = len(heads.heads)
+            return _load_heads(heads, count, medusa, folder.name, target, **options)
+        if is_blockwise(config):
+            heads = read_blockwise(folder, target)
+            count = len(heads.down)
+            return _load_heads(heads, count, blockwise, folder.name, target, **options)
         if is_mtp(config) and (
             "speculators_model_type" in config or _is_own(folder, target)
         ):
@@ -89,17 +98,21 @@ def _load_head(
     return Draft(drafter, head.weights, folder.name, target.config.vocab_size)
 
 
-def _load_medusa(
-    folder: Path,
+def _load_heads(
+    weights: Medusa | Blockwise,
+    count: int,
+    make: Callable[..., Drafter],
+    name: str,
     target: Model,
     gamma: int | None = None,
     grower: Grower | Topology | None = None,
 ) -> Draft:
-    weights, size = read_medusa(folder, target), target.config.vocab_size
+    """``count`` heads that read the target's last hidden state."""
+    size = target.config.vocab_size
     if grower is None:
-        tree = _dynamic(min(len(weights.heads), 5))
+        tree = _dynamic(min(count, 5))
         grower = tree if gamma is None else growth.chain(gamma)
-    return Draft(medusa(weights, size, grower), weights, folder.name, size)
+    return Draft(make(weights, size, grower), weights, name, size)
 
 
 def _load_modules(

@@ -17,10 +17,11 @@ import numpy as np
 from jax.tree_util import Partial
 
 from jspec.drafters.eagle import Design, Weights
-from jspec.drafters.heads import Medusa, init_medusa
+from jspec.drafters.heads import Blockwise, Medusa, init_blockwise, init_medusa
 from jspec.drafters.published_eagle import Head, save_eagle, target_head
 from jspec.drafters.published_medusa import save_medusa
 from jspec.drafters.published_mtp import Modules, save_mtp
+from jspec.drafters.stored_blockwise import save_blockwise
 from jspec.models import Model
 from jspec.train import heads
 from jspec.train.corpus import Corpus
@@ -209,9 +210,7 @@ def medusa(
     del seed
     vocab_size = target.config.vocab_size
     if start is None:
-        ids = None
-        if draft_vocab < vocab_size:
-            ids = vocabulary(corpus, draft_vocab, vocab_size)
+        ids = _draft_ids(corpus, draft_vocab, vocab_size)
         rows = jnp.asarray(target_head(target, ids), jnp.float32)
         to_target = None if ids is None else jnp.asarray(ids)
         start = dataclasses.replace(init_medusa(rows, count), to_target=to_target)
@@ -238,7 +237,61 @@ def medusa(
     )
 
 
+def blockwise(
+    target: Model,
+    corpus: Corpus,
+    *,
+    count: int = 4,
+    wide: int = 256,
+    draft_vocab: int = 4096,
+    start: Blockwise | None = None,
+    seed: int = 0,
+) -> Recipe:
+    """Blockwise heads under the target's own, frozen vocabulary product.
+
+    Args:
+      target: gives the product.
+      corpus, draft_vocab, count, start: as for ``medusa``.
+      wide: hidden units a head.
+      seed: of the hidden layer.
+    """
+    vocab_size = target.config.vocab_size
+    if start is None:
+        ids = _draft_ids(corpus, draft_vocab, vocab_size)
+        rows = jnp.asarray(target_head(target, ids), jnp.float32)
+        start = dataclasses.replace(
+            init_blockwise(jax.random.key(seed), rows, count, wide),
+            to_target=None if ids is None else jnp.asarray(ids),
+        )
+    frozen = start.vocab, start.to_target
+
+    def whole(frozen, params: Blockwise) -> Blockwise:
+        vocab, to_target = frozen
+        return dataclasses.replace(params, vocab=vocab, to_target=to_target)
+
+    def loss(frozen, params: Blockwise, rows: Rows, key: Array):
+        del key
+        return heads.blockwise(
+            whole(frozen, params), rows.hidden, rows.tokens, rows.mask, rows.document
+        )
+
+    return Recipe(
+        taps=(),
+        params=dataclasses.replace(start, vocab=None, to_target=None),
+        loss=Partial(loss, frozen),
+        save=lambda params, folder: save_blockwise(
+            whole(frozen, params), folder, vocab_size
+        ),
+    )
+
+
+def _draft_ids(corpus: Corpus, size: int, vocab_size: int) -> np.ndarray | None:
+    """Target ids of a draft vocabulary, or None if it is the target's own."""
+    return None if size >= vocab_size else vocabulary(corpus, size, vocab_size)
+
+
 RECIPES: dict[str, Callable[..., Recipe]] = {
+    "blockwise": blockwise,
     "eagle1": eagle1,
     "eagle3": eagle3,
     "medusa": medusa,

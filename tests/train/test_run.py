@@ -30,6 +30,7 @@ MODEL = tiny.model(
 )
 SMALL = dict(batch=2, length=48, warmup=3, every=10, held=2, lr=3e-3)
 OWN = {
+    "blockwise": {"draft_vocab": 200, "count": 2, "wide": 16},
     "eagle1": {},
     "eagle3": {"draft_vocab": 200, "steps": 2, "taps": (0, 2, 3)},
     "medusa": {"draft_vocab": 200, "count": 2},
@@ -90,6 +91,21 @@ def test_a_head_is_a_start(corpus_files, tmp_path):
     recipe = RECIPES["eagle3"](MODEL, corpus, **OWN["eagle3"], start=started)
     np.testing.assert_array_equal(recipe.params.fc, started.weights.fc)
     assert recipe.taps == started.design.taps
+
+
+def test_the_command_writes_a_corpus(tmp_path, capsys):
+    target = str(models.save(MODEL, tmp_path / "target"))
+    asked = tmp_path / "asked.jsonl"
+    turns = [{"question_id": i, "category": "x", "turns": [f"go {i}"]} for i in (1, 2)]
+    asked.write_text("".join(json.dumps(t) + "\n" for t in turns))
+    words = ["selfgen", str(tmp_path / "out"), "--target", target, "--rows", "2"]
+    words += ["--answer-cap", "9", "--temperatures", "0", "1", "--prompts", str(asked)]
+    assert cli.main(words) == 0
+    files = sorted((tmp_path / "out").glob("*.npz"))
+    assert str(files[0]) in capsys.readouterr().err
+    assert len(read(files, MODEL.tokenizer).documents) == 2
+    assert cli.main([*words, "--seed", "1"]) == 2  # begun with another seed
+    assert "seed" in capsys.readouterr().err
 
 
 def test_the_command_trains_and_goes_on(corpus_files, tmp_path, capsys):
