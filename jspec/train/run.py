@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import optax
 
 from jspec import checks
 from jspec.models import Model, load
-from jspec.train import corpus, features, packing
+from jspec.train import corpus, features, packing, parallel
 from jspec.train.feature_cache import cache_features, stored_taps
 from jspec.train.fit import fit
 from jspec.train.packing import Rows
@@ -25,7 +26,8 @@ class Options:
     """How a head is trained.
 
     Attributes:
-      steps: updates in all.  batch: rows an update.  length: tokens a row.
+      steps: updates in all.  length: tokens a row.
+      batch: rows an update, split over as many devices as divide it.
       lr: peak learning rate; warms up over ``warmup`` steps, then falls to a twentieth
         along a cosine.  clip: of the gradient's norm.
       every: steps between evaluations and checkpoints.
@@ -95,6 +97,7 @@ def train(
         every=options.every,
         evaluate=_evaluation(model, held, recipe, out / "head", options),
         seed=options.seed,
+        mesh=parallel.data_mesh(math.gcd(options.batch, jax.device_count())),
     )
     return recipe.save(params, out / "head")
 
@@ -140,15 +143,11 @@ def _evaluation(model: Model, held, recipe: Recipe, head: Path, options: Options
     Saves the head as well, so that what a checkpoint holds can be tried at once.
     """
     rows = packing.rows(held, options.length)
-    count = min(options.held, len(rows)) // options.batch * options.batch
-    if not count:
-        raise ValueError(
-            f"{len(rows)} held-out rows do not fill a batch of {options.batch}; use a "
-            "larger corpus or smaller batches"
-        )
+    size = min(options.batch, options.held, len(rows))
+    count = min(options.held, len(rows)) // size * size
     data = features.stream(
         model.params,
-        lambda i: rows.take(np.arange(i, i + options.batch)),
+        lambda i: rows.take(np.arange(i, i + size)),
         target=model.target,
         taps=recipe.taps,
         dtype=model.dtype,
@@ -160,7 +159,7 @@ def _evaluation(model: Model, held, recipe: Recipe, head: Path, options: Options
     def evaluate(params) -> dict[str, Any]:
         recipe.save(params, head)
         if not batches:
-            batches.extend(data(i) for i in range(0, count, options.batch))
+            batches.extend(data(i) for i in range(0, count, size))
         found = []
         for batch in batches:
             value, metrics = loss(recipe.loss, params, batch)

@@ -1,6 +1,9 @@
 """From a corpus to a head that drafts: every recipe, with and without a break."""
 
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -176,6 +179,26 @@ def test_a_module_is_trained_further_and_inspected(corpus_files, tmp_path, capsy
     assert cli.main(["inspect", module, "--target", target, "--limit", "1"]) == 0
     said = capsys.readouterr().out
     assert "embedding_first" in said and "first guess right" in said
+
+
+def test_eight_devices_train_as_one_does(corpus_files, tmp_path):
+    target = str(models.save(MODEL, tmp_path / "target"))
+    words = ["train", "medusa", "--target", target, "--length", "48", "--batch", "8"]
+    words += ["--smoke", "--corpus", *map(str, corpus_files), "--out"]
+    held = tmp_path / "eight"
+    subprocess.run(
+        [sys.executable, "-m", "jspec", *words, str(held)],
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        check=True,
+    )
+    assert cli.main([*words, str(tmp_path / "one")]) == 0
+    one, eight = (
+        metrics.read(tmp_path / f / "metrics.jsonl") for f in ("one", "eight")
+    )
+    assert len(one) == 6
+    np.testing.assert_allclose(
+        [line["loss"] for line in one], [line["loss"] for line in eight], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
