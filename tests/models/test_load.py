@@ -16,6 +16,7 @@ import transformers
 
 from jspec import models
 from jspec.models import names, tensorfile
+from jspec.models.load import fetch as fetch_name
 from jspec.testing import tiny
 
 
@@ -257,6 +258,25 @@ def test_hub_id_loads_the_snapshot(folder, monkeypatch):
     model = models.load("owner/name", revision="v1")
     assert (model.name, seen["name"], seen["revision"]) == ("owner/name",) * 2 + ("v1",)
     assert "*.safetensors" in seen["allow_patterns"]
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_heads_come_from_the_hub_pickled_only_if_they_must(safe, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def fetch(name, revision, allow_patterns):
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    if safe:
+        (tmp_path / "model.safetensors").touch()
+    assert fetch_name("owner/head", pickled=True) == tmp_path
+    assert not any("bin" in pattern for pattern in asked[0])
+    assert len(asked) == (1 if safe else 2)
+    assert safe or "*.bin" in asked[1]
 
 
 # Saving.
