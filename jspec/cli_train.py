@@ -93,7 +93,7 @@ def add_train(command: argparse.ArgumentParser) -> None:
     add(
         "method",
         metavar="METHOD",
-        help="blockwise, eagle1 (EAGLE-2's too), eagle3, medusa, mtp",
+        help="blockwise, eagle1 (EAGLE-2's too), eagle3, medusa, mtp, small",
     )
     add("--target", default="smollm2-135m", metavar="MODEL", help="(smollm2-135m)")
     add(
@@ -130,6 +130,8 @@ def _train(args: argparse.Namespace) -> None:
 
 def _start(method: str, folder: str, model: Model):
     """A head in the form in which the method's recipe goes on from it."""
+    if method == "small":
+        return load(folder, dtype="float32")
     readers = {"blockwise": read_blockwise, "medusa": read_medusa, "mtp": load_mtp}
     return readers.get(method, load_eagle)(folder, model)
 

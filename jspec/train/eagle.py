@@ -15,6 +15,7 @@ from jspec.drafters.eagle import Design, Weights
 from jspec.models import rope
 from jspec.models.linear import linear
 from jspec.models.transformer import output, project
+from jspec.sampling import argmax
 from jspec.train import objectives
 from jspec.train.objectives import Judged, Objective
 from jspec.train.packing import Rows
@@ -64,7 +65,7 @@ def pairs(rows: Rows, taps: Array, head: Array, ids: Array | None) -> Pairs:
     total = jax.nn.logsumexp(logits, -1)
     if ids is not None:
         known = jnp.zeros(head.shape[0], bool).at[ids].set(True)
-        mask &= known[jnp.argmax(logits, -1)]
+        mask &= known[argmax(logits)]
         logits = logits[..., ids]
     return Pairs(
         taps, shifted(rows.tokens, 1), logits, total, mask, rows.document, rows.position
@@ -117,7 +118,7 @@ def training_time_test(
 def _seen(judged: Judged) -> dict[str, Array]:
     """How often head and teacher agree, which has no gradient."""
     judged = judged._replace(student=lax.stop_gradient(judged.student))
-    same = jnp.argmax(judged.student, -1) == jnp.argmax(judged.teacher, -1)
+    same = argmax(judged.student) == argmax(judged.teacher)
     return {
         "accuracy": objectives.over_masked(same, judged.mask),
         "acceptance": objectives.over_masked(

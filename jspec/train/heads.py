@@ -31,6 +31,7 @@ from jspec.drafters.hydra import Hydra, hydra_output
 from jspec.drafters.multi_token import MultiToken, empty_cache, multi_token_forward
 from jspec.models.config import Config
 from jspec.models.linear import linear
+from jspec.sampling import argmax
 from jspec.types import Array
 
 Metrics = dict[str, Array]
@@ -243,7 +244,7 @@ def _sums(logits: Array, labels: Array, judged: Array) -> tuple[Array, Array]:
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     entropy = jax.nn.logsumexp(logits, axis=-1) - chosen
-    hit = judged & (jnp.argmax(logits, -1) == labels)
+    hit = judged & (argmax(logits) == labels)
     return jnp.sum(jnp.where(judged, entropy, 0)), jnp.sum(hit, dtype=jnp.int32)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
+from jspec import models
 from jspec.drafters.eagle import Design, Weights
 from jspec.drafters.heads import Blockwise, Medusa, init_blockwise, init_medusa
 from jspec.drafters.published_eagle import Head, save_eagle, target_head
@@ -28,7 +29,8 @@ from jspec.train.corpus import Corpus
 from jspec.train.eagle import pairs, regression, shifted, training_time_test
 from jspec.train.mtp import fast_mtp, prediction, texts
 from jspec.train.packing import Rows
-from jspec.train.starts import fresh_eagle1, fresh_eagle3, fresh_mtp
+from jspec.train.small import distillation, fresh
+from jspec.train.starts import float32, fresh_eagle1, fresh_eagle3, fresh_mtp
 from jspec.types import Array
 
 
@@ -285,6 +287,42 @@ def blockwise(
     )
 
 
+def small(
+    target: Model,
+    corpus: Corpus,
+    *,
+    hidden: int = 160,
+    layers: int = 4,
+    head_dim: int = 32,
+    start: Model | None = None,
+    seed: int = 0,
+) -> Recipe:
+    """An independent small language model, distilled from the target.
+
+    Args:
+      target: the teacher, whose tokens it shares.
+      hidden, layers, head_dim: sizes; its cost is mostly ``hidden`` times the vocabulary.
+      start: a model to go on from; its own sizes are kept.
+      seed: of the layers.
+    """
+    del corpus
+    if start is None:
+        key = jax.random.key(seed)
+        start = fresh(target, key, hidden=hidden, layers=layers, head_dim=head_dim)
+    model = start
+
+    def loss(head, params, rows: Rows, key: Array):
+        del key
+        product = params.embed if params.head is None else params.head
+        return distillation(model.target, params, product, head, rows)
+
+    def save(params, folder: Path) -> Path:
+        half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        return models.save((model.config, half), folder, tokenizer=target.tokenizer)
+
+    return Recipe((), float32(model.params), Partial(loss, target_head(target)), save)
+
+
 def _draft_ids(corpus: Corpus, size: int, vocab_size: int) -> np.ndarray | None:
     """Target ids of a draft vocabulary, or None if it is the target's own."""
     return None if size >= vocab_size else vocabulary(corpus, size, vocab_size)
@@ -296,6 +334,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "eagle3": eagle3,
     "medusa": medusa,
     "mtp": mtp,
+    "small": small,
 }
 
 

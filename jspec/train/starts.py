@@ -79,7 +79,7 @@ def fresh_mtp(target: Model, key: Array) -> Modules:
         fc=fc + 0.01 * jax.random.normal(key, fc.shape),
         embed_norm=_neutral(config),
         hidden_norm=_neutral(config),
-        final_norm=_whole(target.params.final_norm),
+        final_norm=float32(target.params.final_norm),
     )
     return Modules(design_of(config), (weights,))
 
@@ -123,10 +123,10 @@ def _last_layer(target: Model) -> tuple[Any, Config]:
         experts=experts,
         mtp_layers=0,
     )
-    return _whole(target.params.layers[-1]), config
+    return float32(target.params.layers[-1]), config
 
 
-def _whole(tree: Any) -> Any:
+def float32(tree: Any) -> Any:
     """A float32 copy in which no product is cut into blocks."""
     return jax.tree.map(
         lambda x: jnp.asarray(np.asarray(x), jnp.float32),
