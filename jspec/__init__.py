@@ -6,16 +6,7 @@ forms), ``jspec.testing`` (exact-law assertions, scripted drafters, tiny models)
 """
 
 from jspec import drafters, roofline, sampling, testing, theory, verify
-from jspec.decode import (
-    Info,
-    Params,
-    State,
-    decode_round,
-    no_drafts,
-    prefill,
-    run,
-    truncate,
-)
+from jspec.decode import decode_round, no_drafts, prefill, run
 from jspec.drafters import Draft, load_drafter
 from jspec.generation import (
     Delta,
@@ -27,6 +18,7 @@ from jspec.generation import (
     stream,
 )
 from jspec.models import Config, Model, load, save
+from jspec.state import Info, Params, State, truncate
 from jspec.stats import Stats
 from jspec.types import (
     Block,

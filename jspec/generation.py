@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import decode, sampling, stats, verify
-from jspec.decode import EOS, FAULT, LENGTH, RUNNING, STOP, Params, State
 from jspec.drafters.draft import Draft
 from jspec.models import Model
 from jspec.prefill import chunk_for
+from jspec.state import EOS, FAULT, LENGTH, RUNNING, STOP, Params, State, truncate
 from jspec.text import Detokenizer, Prompt, encode
 from jspec.types import Drafter, Rule
 
@@ -335,7 +335,7 @@ def _look(state: State, request: Request, detok: list[Detokenizer], given: list[
         given[row] = int(length[row])
         deltas.append(Delta(row, new, piece, REASONS.get(int(reason[row]))))
     if stopped:
-        state = decode.truncate(state, jnp.asarray(length), jnp.asarray(reason))
+        state = truncate(state, jnp.asarray(length), jnp.asarray(reason))
     return state, deltas
 
 

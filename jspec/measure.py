@@ -19,10 +19,10 @@ import jax.numpy as jnp
 
 from jspec import decode, theory, timing, tree, verify
 from jspec import sampling as smp
-from jspec.decode import State
 from jspec.drafters.draft import Draft
 from jspec.generation import Request, prepare
 from jspec.models import Model
+from jspec.state import State
 from jspec.timing import Loop, copy_bandwidth
 from jspec.types import (
     Array,

@@ -50,7 +50,7 @@ def collect(
     seconds: float = 0.0,
     prefill_seconds: float = 0.0,
 ) -> Stats:
-    """Statistics from the per-round record of a ``decode.State``.
+    """Statistics from the per-round record of a ``jspec.state.State``.
 
     Args:
       emitted: ``[B, T]`` tokens committed in each round, 0 after the last.

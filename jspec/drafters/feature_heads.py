@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jspec.decode import pending
 from jspec.drafters import growth
 from jspec.drafters.growth import Grower
 from jspec.drafters.recurrent import block
 from jspec.sampling import mask_padding
+from jspec.state import pending
 from jspec.tree import Topology
 from jspec.types import Array, Context, Drafter, Feedback
 

@@ -19,8 +19,9 @@ from flax import struct
 from jax import lax
 
 from jspec.cache import KV
-from jspec.decode import emitted_tokens, pending
+from jspec.commit import emitted_tokens
 from jspec.drafters.growth import Grower, Grown
+from jspec.state import pending
 from jspec.types import Array, Block, Context, Drafter, Feedback, Law
 
 

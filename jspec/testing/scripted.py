@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jspec.decode import pending
 from jspec.drafters.draft import Draft
+from jspec.state import pending
 from jspec.types import Array, Context, Drafter, DraftShape, Feedback, chain
 
 NO_DRAFT = -1
