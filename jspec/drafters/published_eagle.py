@@ -101,10 +101,13 @@ def save_eagle(
     arrays |= _feature_norms(weights.feature_norm)
     arrays = {key: np.asarray(jnp.asarray(a, dtype)) for key, a in arrays.items()}
     vocab_size, ids = weights.embed.shape[0], weights.to_target
-    if ids is not None:
+    own = design.first is eagle.eagle3
+    if ids is not None and own:
         arrays |= tensors.id_maps(np.asarray(ids), vocab_size)
     config = _config(head, vocab_size) | {"torch_dtype": jnp.dtype(dtype).name}
-    return tensors.write(Path(folder), config, arrays)
+    folder = tensors.write(Path(folder), config, arrays)
+    tensors.write_token_map(folder, None if own or ids is None else np.asarray(ids))
+    return folder
 
 
 def _feature_norms(norm) -> dict[str, np.ndarray]:
@@ -272,7 +275,9 @@ def _weights(
         return jnp.asarray(kept[key], dtype) if key in kept else None
 
     ids = None
-    if "d2t" in kept:
+    if not wide:
+        ids = tensors.read_token_map(folder, target.config.vocab_size)
+    elif "d2t" in kept:
         ids = tensors.draft_ids(
             folder, kept["d2t"], kept.get("t2d"), target.config.vocab_size
         )

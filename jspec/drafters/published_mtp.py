@@ -133,7 +133,10 @@ def load_mtp(folder: str | Path, target: Model) -> Modules:
         places = [_fused_experts(table) for table in places]
     shapes = {key: place.shape for table in places for key, place in table.items()}
     kept = tensors.take(folder, found, shapes)
-    weights = tuple(_weights(design, table, kept, target) for table in places)
+    ids = tensors.read_token_map(folder, target.config.vocab_size)
+    if ids is not None and count > 1:
+        raise ValueError(f"{folder}: only a single module can have a token map")
+    weights = tuple(_weights(design, table, kept, target, ids) for table in places)
     return Modules(design, weights)
 
 
@@ -156,7 +159,10 @@ def save_mtp(modules: Modules, folder: str | Path, dtype=jnp.bfloat16) -> Path:
         arrays["mtp_layers.0.input_proj.weight"] = np.concatenate([embed, hidden], -1)
     arrays = {key: np.asarray(jnp.asarray(a, dtype)) for key, a in arrays.items()}
     config = _config(design) | {"dtype": jnp.dtype(dtype).name}
-    return tensors.write(Path(folder), config, arrays)
+    folder = tensors.write(Path(folder), config, arrays)
+    ids = weights.to_target
+    tensors.write_token_map(folder, None if ids is None else np.asarray(ids))
+    return folder
 
 
 # --- configs ----------------------------------------------------------------------------
@@ -276,13 +282,18 @@ def _fused_experts(table: dict[str, Place]) -> dict[str, Place]:
 
 
 def _weights(
-    design: Design, table: dict[str, Place], kept: dict, target: Model
+    design: Design,
+    table: dict[str, Place],
+    kept: dict,
+    target: Model,
+    ids: np.ndarray | None,
 ) -> Weights:
     arrays = names.nested(tensors.fused(table, kept, target.dtype))
     layer = names.layer_of(design.config, arrays.pop("layers")[0])
     return Weights(
         embed=target.params.embed,
         layers=(layer,),
-        head=target_head(target),
+        head=target_head(target, ids),
+        to_target=None if ids is None else jnp.asarray(ids),
         **arrays,
     )

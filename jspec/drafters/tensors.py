@@ -16,6 +16,7 @@ from jspec.models.load import weight_files
 from jspec.models.names import Place
 
 Wanted = Callable[[str], bool]
+TOKEN_MAP = "token_map.safetensors"
 _IGNORED_END = ("rotary_emb.inv_freq",)
 
 
@@ -173,6 +174,34 @@ def target_ids(folder: Path, name: str, ids: np.ndarray, vocab_size: int) -> np.
             f"{vocab_size}"
         )
     return ids.astype(np.int32)
+
+
+def read_token_map(folder: Path, vocab_size: int) -> np.ndarray | None:
+    """Target ids ``[V']`` that a head drafts which has no head of its own, or None: all.
+
+    They lie in a file beside the head, which other readers pass over: the layouts of
+    heads that share the target's have no place for them. Source: Zhao et al. 2502.14856
+    (FR-Spec), the most frequent tokens.
+
+    Raises:
+      ValueError: a damaged file, or ids that are not the target's.
+    """
+    file = folder / TOKEN_MAP
+    if not file.is_file():
+        return None
+    found = _safetensors(file, lambda name: True)
+    if set(found) != {"ids"} or found["ids"].ndim != 1:
+        raise ValueError(f"{file} holds {sorted(found)}; it needs one array, ids [V']")
+    return target_ids(folder, TOKEN_MAP, found["ids"], vocab_size)
+
+
+def write_token_map(folder: Path, ids: np.ndarray | None) -> None:
+    """Writes the ids of ``read_token_map``; without any, none are left there."""
+    file = folder / TOKEN_MAP
+    file.unlink(missing_ok=True)
+    if ids is not None:
+        ids = np.asarray(ids, np.int64)
+        tensorfile.write(file, {"ids": (ids.shape, ids.dtype)}, lambda name: ids)
 
 
 def id_maps(ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:

@@ -122,11 +122,20 @@ def eagle1(
     target: Model,
     corpus: Corpus,
     *,
+    draft_vocab: int = 8192,
     start: Head | None = None,
     seed: int = 0,
 ) -> Recipe:
-    """EAGLE-1 (and -2, whose network it is) with one layer of the target's sizes."""
-    del corpus
+    """EAGLE-1 (and -2, whose network it is) with one layer of the target's sizes.
+
+    Args:
+      target: gives the frozen head and the starting weights.
+      corpus: gives the draft vocabulary.
+      draft_vocab: ids that are drafted; training knows all, as it is published.
+      start: a head to go on from.
+      seed: of the weights that have no better start.
+    """
+    ids = _draft_ids(corpus, draft_vocab, target.config.vocab_size)
     if start is None:
         start = fresh_eagle1(target, jax.random.key(seed))
     design, whole = start.design, start.weights
@@ -138,11 +147,12 @@ def eagle1(
         return regression(design, weights, given, shifted(rows.hidden, 1), key)
 
     frozen = whole.embed, None, target_head(target)
+    saved = whole.embed, ids, target_head(target, ids)
     return Recipe(
         taps=(),
-        params=dataclasses.replace(whole, embed=None, head=None),
+        params=dataclasses.replace(whole, embed=None, head=None, to_target=None),
         loss=Partial(loss, frozen),
-        save=_saver(design, frozen),
+        save=_saver(design, saved),
     )
 
 
@@ -152,6 +162,7 @@ def mtp(
     *,
     steps: int = 3,
     beta: float = 0.6,
+    draft_vocab: int = 8192,
     start: Modules | None = None,
     seed: int = 0,
 ) -> Recipe:
@@ -159,17 +170,24 @@ def mtp(
 
     Args:
       steps, beta: depths and their weights, see ``train.mtp.fast_mtp``.
+      draft_vocab: ids that a single module drafts; training knows all.
       start: modules to go on from, a target's own for example.
       seed: of the weights that have no better start.
     """
-    del corpus
     if start is None:
         start = fresh_mtp(target, jax.random.key(seed))
     design, depths = start.design, fast_mtp(steps, beta)
 
-    def whole(frozen, params) -> tuple[Weights, ...]:
+    ids = None
+    if len(start.weights) == 1:
+        ids = _draft_ids(corpus, draft_vocab, target.config.vocab_size)
+
+    def whole(frozen, params, ids=None) -> tuple[Weights, ...]:
         embed, head = frozen
-        return tuple(dataclasses.replace(p, embed=embed, head=head) for p in params)
+        return tuple(
+            dataclasses.replace(p, embed=embed, head=head, to_target=ids)
+            for p in params
+        )
 
     def loss(frozen, params, rows: Rows, key: Array):
         del key
@@ -179,11 +197,12 @@ def mtp(
     return Recipe(
         taps=(),
         params=tuple(
-            dataclasses.replace(w, embed=None, head=None) for w in start.weights
+            dataclasses.replace(w, embed=None, head=None, to_target=None)
+            for w in start.weights
         ),
         loss=Partial(loss, frozen),
         save=lambda params, folder: save_mtp(
-            Modules(design, whole(frozen, params)), folder
+            Modules(design, whole(frozen, params, ids)), folder
         ),
     )
 

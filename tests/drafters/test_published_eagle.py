@@ -19,6 +19,7 @@ from jspec.drafters.published_eagle import (
     load_eagle,
     save_eagle,
 )
+from jspec.drafters.tensors import TOKEN_MAP
 from jspec.testing import tiny
 from jspec.train.starts import fresh_eagle1, fresh_eagle3
 
@@ -64,6 +65,28 @@ def test_official_eagle3_keys(tmp_path):
     assert (config["draft_vocab_size"], config["vocab_size"]) == (40, 96)
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
     assert is_eagle(config)
+
+
+def test_the_draft_vocabulary_of_eagle1_lies_beside_it(tmp_path):
+    head = head1()
+    weights = head.weights.replace(head=head.weights.head[IDS], to_target=IDS)
+    save_eagle(dataclasses.replace(head, weights=weights), tmp_path, jnp.float32)
+    assert "d2t" not in load_file(tmp_path / "model.safetensors")
+    found = load_eagle(tmp_path, TARGET).weights
+    np.testing.assert_array_equal(found.to_target, IDS)
+    np.testing.assert_array_equal(found.head, TARGET.params.head[IDS])
+    draft = jspec.load_drafter(tmp_path, TARGET)
+    ours = jspec.generate(TARGET, draft, [[5, 9, 2]], max_new_tokens=8)
+    plain = jspec.generate(TARGET, None, [[5, 9, 2]], max_new_tokens=8)
+    assert ours.tokens == plain.tokens
+    save_file({"ids": np.array([3, 96])}, tmp_path / TOKEN_MAP)
+    with pytest.raises(ValueError, match="does not name 2 different ids below 96"):
+        load_eagle(tmp_path, TARGET)
+    save_file({"map": np.array([3])}, tmp_path / TOKEN_MAP)
+    with pytest.raises(ValueError, match=r"holds \['map'\]; it needs one array, ids"):
+        load_eagle(tmp_path, TARGET)
+    save_eagle(head, tmp_path, jnp.float32)  # drafts all, and leaves no map behind
+    assert load_eagle(tmp_path, TARGET).weights.to_target is None
 
 
 def test_official_eagle1_keys(tmp_path):

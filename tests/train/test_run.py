@@ -34,10 +34,10 @@ MODEL = tiny.model(
 SMALL = dict(batch=2, length=48, warmup=3, every=10, held=2, lr=3e-3)
 OWN = {
     "blockwise": {"draft_vocab": 200, "count": 2, "wide": 16},
-    "eagle1": {},
+    "eagle1": {"draft_vocab": 200},
     "eagle3": {"draft_vocab": 200, "steps": 2, "taps": (0, 2, 3)},
     "medusa": {"draft_vocab": 200, "count": 2},
-    "mtp": {},
+    "mtp": {"draft_vocab": 200},
     "small": {"hidden": 16, "layers": 1, "head_dim": 8},
 }
 
