@@ -15,6 +15,7 @@ from jax import lax
 from jspec.types import Array
 
 _LEAST_ROWS = 64  # smaller products are not worth a thread
+_MANY = 256  # columns of a product that keeps all cores busy by itself
 _ALIGNED = 16  # rows of float32 whose memory begins at a multiple of 64 bytes
 
 
@@ -78,16 +79,20 @@ def bounds(rows: int, parts: int) -> list[tuple[int, int]]:
 def linear(x: Array, w: Array | Rows, bias: Array | None = None) -> Array:
     """``x [..., I] @ w.T`` with ``w [*lead, I]``: ``[..., prod(lead)]``.
 
-    Written as ``(w @ x.T).T``: with few rows this is the form that XLA:CPU turns into a
-    matrix-vector product at full bandwidth on every supported JAX.
+    With few rows ``x`` it is written as ``(w @ x.T).T``, the form that XLA:CPU turns into a
+    matrix-vector product at full bandwidth on every supported JAX. With many rows that
+    would leave a result in the wrong order for all that follows.
     """
     width = x.shape[-1]
     flat = x.reshape(-1, width)
-    if isinstance(w, Rows):
-        blocks = w.blocks if flat.shape[0] > 1 else (w.whole.reshape(-1, width),)
+    whole = (w.whole if isinstance(w, Rows) else w).reshape(-1, width)
+    if flat.shape[0] >= _MANY:
+        y = lax.dot_general(flat, whole, (((1,), (1,)), ((), ())))
     else:
-        blocks = (w.reshape(-1, width),)
-    parts = [lax.dot_general(b, flat, (((1,), (1,)), ((), ()))) for b in blocks]
-    y = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-    y = y.T.reshape(*x.shape[:-1], math.prod(w.shape[:-1]))
+        blocks = (whole,)
+        if isinstance(w, Rows) and flat.shape[0] > 1:
+            blocks = w.blocks
+        parts = [lax.dot_general(b, flat, (((1,), (1,)), ((), ()))) for b in blocks]
+        y = (parts[0] if len(parts) == 1 else jnp.concatenate(parts)).T
+    y = y.reshape(*x.shape[:-1], math.prod(w.shape[:-1]))
     return y if bias is None else y + bias.reshape(-1)

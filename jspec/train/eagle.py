@@ -59,14 +59,16 @@ def pairs(rows: Rows, taps: Array, head: Array, ids: Array | None) -> Pairs:
       head: ``[V, M]`` the target's.
       ids: ``[V']`` the head's vocabulary as target ids, or None for all.
     """
-    logits = linear(shifted(rows.hidden, 1), head).astype(jnp.float32)
+    feature = shifted(rows.hidden, 1)
+    logits = linear(feature, head).astype(jnp.float32)
     label = shifted(rows.mask, 2) & (shifted(rows.document, 2, -1) == rows.document)
     mask = label & (rows.document >= 0)
     total = jax.nn.logsumexp(logits, -1)
     if ids is not None:
         known = jnp.zeros(head.shape[0], bool).at[ids].set(True)
         mask &= known[argmax(logits)]
-        logits = logits[..., ids]
+        # A second product costs a tenth of gathering columns, and leaves rows in order.
+        logits = linear(feature, head[ids]).astype(jnp.float32)
     return Pairs(
         taps, shifted(rows.tokens, 1), logits, total, mask, rows.document, rows.position
     )
