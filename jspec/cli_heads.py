@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,23 +12,13 @@ import jax
 from jspec.drafters import growth, load_drafter
 from jspec.drafters.eagle import Design, Weights
 from jspec.drafters.heads import Blockwise, Medusa
-from jspec.drafters.published_eagle import (
-    OFFICIAL,
-    SPECULATORS,
-    is_eagle,
-    load_eagle,
-    save_eagle,
-)
-from jspec.drafters.published_medusa import is_medusa, read_medusa, save_medusa
-from jspec.drafters.published_mtp import is_mtp, load_mtp, save_mtp
-from jspec.drafters.stored_blockwise import (
-    is_blockwise,
-    read_blockwise,
-    save_blockwise,
-)
-from jspec.drafters.tensors import read_config
+from jspec.drafters.published_eagle import OFFICIAL, SPECULATORS, Head, save_eagle
+from jspec.drafters.published_medusa import save_medusa
+from jspec.drafters.published_mtp import Modules, save_mtp
+from jspec.drafters.reading import AnyHead, read_head
+from jspec.drafters.stored_blockwise import save_blockwise
 from jspec.generation import generate
-from jspec.models import Model, load
+from jspec.models import load
 from jspec.models.load import fetch
 from jspec.prompts import load_prompts
 from jspec.text import encode
@@ -84,41 +73,29 @@ def add_export(command: argparse.ArgumentParser) -> None:
 
 def _export(args: argparse.Namespace) -> None:
     model = load(args.target, dtype="float32")
-    folder = fetch(args.head, pickled=True)
-    config = read_config(folder)
-    if is_eagle(config):
-        head = load_eagle(folder, model)
-        head = dataclasses.replace(head, layout=args.layout or head.layout)
-        save_eagle(head, args.folder, args.dtype, embedding=args.embedding)
-    elif args.layout or args.embedding:
+    head = read_head(fetch(args.head, pickled=True), model)
+    size = model.config.vocab_size
+    if not isinstance(head, Head) and (args.layout or args.embedding):
         raise ValueError(
             f"{args.head} is no EAGLE head; --layout and --embedding are for those"
         )
-    elif is_medusa(config):
-        save_medusa(
-            read_medusa(folder, model),
-            args.folder,
-            args.dtype,
-            base=args.target,
-            vocab_size=model.config.vocab_size,
-        )
-    elif is_blockwise(config):
-        heads = read_blockwise(folder, model)
-        save_blockwise(heads, args.folder, model.config.vocab_size, args.dtype)
-    elif is_mtp(config):
-        save_mtp(load_mtp(folder, model), args.folder, args.dtype)
+    if isinstance(head, Head):
+        head = dataclasses.replace(head, layout=args.layout or head.layout)
+        save_eagle(head, args.folder, args.dtype, embedding=args.embedding)
+    elif isinstance(head, Modules):
+        save_mtp(head, args.folder, args.dtype)
+    elif isinstance(head, Medusa):
+        name = args.target
+        save_medusa(head, args.folder, args.dtype, base=name, vocab_size=size)
     else:
-        raise ValueError(
-            f"{args.head} holds neither an EAGLE head, heads of Medusa's or blockwise kind nor "
-            "prediction modules"
-        )
+        save_blockwise(head, args.folder, size, args.dtype)
     print(f"the head is in {args.folder}", file=sys.stderr)
 
 
 def _inspect(args: argparse.Namespace) -> None:
     model = load(args.target)
     folder = fetch(args.head, pickled=True)
-    for name, value in _facts(folder, model).items():
+    for name, value in _facts(read_head(folder, model)).items():
         print(f"{name:24}{value}")
     draft = load_drafter(folder, model, grower=growth.chain(1, dense=False))
     texts = [question.prompt for question in load_prompts(None, args.limit)]
@@ -134,17 +111,15 @@ def _inspect(args: argparse.Namespace) -> None:
     print(f"{'first guess right':24}{sum(shares) / len(shares):.2f} of the rounds")
 
 
-def _facts(folder: Path, model: Model) -> dict[str, object]:
-    """What was understood of a folder, by name."""
-    if is_medusa(read_config(folder)):
-        return _medusa_facts(read_medusa(folder, model))
-    if is_blockwise(read_config(folder)):
-        return _blockwise_facts(read_blockwise(folder, model))
-    if is_mtp(read_config(folder)):
-        modules = load_mtp(folder, model)
-        facts = {"prediction modules": len(modules.weights)}
-        return facts | _facts_of(modules.design, modules.weights[0])
-    head = load_eagle(folder, model)
+def _facts(head: AnyHead) -> dict[str, object]:
+    """What was understood of a head, by name."""
+    if isinstance(head, Medusa):
+        return _medusa_facts(head)
+    if isinstance(head, Blockwise):
+        return _blockwise_facts(head)
+    if isinstance(head, Modules):
+        facts = {"prediction modules": len(head.weights)}
+        return facts | _facts_of(head.design, head.weights[0])
     return {"layout": head.layout} | _facts_of(head.design, head.weights)
 
 

@@ -6,11 +6,12 @@ import argparse
 import sys
 from typing import Any
 
-from jspec.drafters.published_eagle import load_eagle
-from jspec.drafters.published_medusa import read_medusa
-from jspec.drafters.published_mtp import load_mtp
-from jspec.drafters.stored_blockwise import read_blockwise
+from jspec.drafters.heads import Blockwise, Medusa
+from jspec.drafters.published_eagle import Head
+from jspec.drafters.published_mtp import Modules
+from jspec.drafters.reading import AnyHead, read_head
 from jspec.models import Model, load
+from jspec.models.load import fetch
 from jspec.prompts import load_prompts
 
 TRAIN = """Trains a head for a target on text that the target wrote itself.
@@ -128,12 +129,15 @@ def _train(args: argparse.Namespace) -> None:
     _say(f"the head is in {head}")
 
 
-def _start(method: str, folder: str, model: Model):
+def _start(method: str, name: str, model: Model) -> Model | AnyHead:
     """A head in the form in which the method's recipe goes on from it."""
     if method == "small":
-        return load(folder, dtype="float32")
-    readers = {"blockwise": read_blockwise, "medusa": read_medusa, "mtp": load_mtp}
-    return readers.get(method, load_eagle)(folder, model)
+        return load(name, dtype="float32")
+    head = read_head(fetch(name, pickled=True), model)
+    kinds = {"blockwise": Blockwise, "medusa": Medusa, "mtp": Modules}
+    if type(head) is not kinds.get(method, Head):
+        raise ValueError(f"{name} is no head that {method} could go on from")
+    return head
 
 
 def _say(message: str) -> None:

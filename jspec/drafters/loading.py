@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from jspec.drafters import eagle, growth, mtp
@@ -11,15 +10,13 @@ from jspec.drafters.draft import Draft
 from jspec.drafters.growth import Grower
 from jspec.drafters.heads import Blockwise, Medusa, blockwise, medusa
 from jspec.drafters.ngram import ngram
-from jspec.drafters.published_eagle import is_eagle, load_eagle
-from jspec.drafters.published_medusa import is_medusa, read_medusa
-from jspec.drafters.published_mtp import is_mtp, load_mtp
+from jspec.drafters.published_eagle import Head
+from jspec.drafters.published_mtp import load_mtp
+from jspec.drafters.reading import AnyHead, reader
 from jspec.drafters.small_model import small_model
-from jspec.drafters.stored_blockwise import is_blockwise, read_blockwise
 from jspec.models import Model, load
 from jspec.models.load import fetch
 from jspec.tree import Topology
-from jspec.types import Drafter
 
 
 def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
@@ -27,14 +24,14 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
 
     Args:
       name: ``"ngram"``; a folder or Hub id of an EAGLE head, Medusa or blockwise heads
-        or a prediction module; the target's own folder, if that holds prediction modules; a loaded
-        ``Model``; or whatever ``jspec.load`` takes (an alias, a folder, a file, a Hub
-        id), which is then used as an independent small model.
+        or a prediction module; the target's own folder, if that holds prediction
+        modules; a loaded ``Model``; or whatever ``jspec.load`` takes (an alias, a
+        folder, a file, a Hub id), which is then an independent small model.
       target: the model it will draft for.
       **options: passed to the drafter: ``gamma`` for all; ``longest``, ``shortest`` and
         ``pick`` for ``ngram``; for heads ``grower`` (see ``jspec.drafters.growth``),
         without which, or ``gamma``, they grow a dynamic tree, and prediction modules a
-        chain of 3. ``grower`` of Medusa and blockwise heads may be a ``Topology``.
+        chain of 3; ``grower`` may be a ``Topology`` too.
 
     Raises:
       ValueError: a draft model with another tokenizer, a head for another target;
@@ -46,30 +43,17 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
     if isinstance(name, (str, Path)):
         folder = fetch(str(name), pickled=True)
         config = _config(folder)
-        if is_eagle(config):
-            return _load_head(folder, target, **options)
-        if is_medusa(config):
-            heads = read_medusa(folder, target)
-            count = len(heads.heads)
-            return _load_heads(heads, count, medusa, folder.name, target, **options)
-        if is_blockwise(config):
-            heads = read_blockwise(folder, target)
-            count = len(heads.down)
-            return _load_heads(heads, count, blockwise, folder.name, target, **options)
-        if is_mtp(config) and (
-            "speculators_model_type" in config or _is_own(folder, target)
-        ):
-            return _load_modules(folder, target, **options)
+        read = reader(config)
+        # A target's checkpoint may hold modules, and is a small model for other targets.
+        if read is load_mtp and "speculators_model_type" not in config:
+            read = read if _is_own(folder, target) else None
+        if read is not None:
+            return _draft(read(folder, target), folder.name, target, **options)
     model = name if isinstance(name, Model) else load(name, dtype=target.dtype)
     check_same_tokens(model, target)
     size = target.target.config.vocab_size
     drafter = small_model(model.target, size, dtype=model.dtype, **options)
     return Draft(drafter, model.params, model.name, size)
-
-
-def _dynamic(depth: int = 5) -> Grower:
-    """A small tree: on a CPU the cost of a block grows with every node."""
-    return growth.dynamic(nodes=10, depth=depth, width=4)
 
 
 def _config(folder: Path) -> dict:
@@ -85,49 +69,37 @@ def _is_own(folder: Path, target: Model) -> bool:
     return folder.resolve() == Path(target.name).expanduser().resolve()
 
 
-def _load_head(
-    folder: Path,
-    target: Model,
-    gamma: int | None = None,
-    grower: Grower | None = None,
-) -> Draft:
-    head = load_eagle(folder, target)
-    if grower is None:
-        grower = _dynamic() if gamma is None else growth.chain(gamma)
-    drafter = eagle.drafter(head.design, grower, dtype=target.dtype)
-    return Draft(drafter, head.weights, folder.name, target.config.vocab_size)
-
-
-def _load_heads(
-    weights: Medusa | Blockwise,
-    count: int,
-    make: Callable[..., Drafter],
+def _draft(
+    head: AnyHead,
     name: str,
     target: Model,
     gamma: int | None = None,
     grower: Grower | Topology | None = None,
 ) -> Draft:
-    """``count`` heads that read the target's last hidden state."""
-    size = target.config.vocab_size
-    if grower is None:
-        tree = _dynamic(min(count, 5))
-        grower = tree if gamma is None else growth.chain(gamma)
-    return Draft(make(weights, size, grower), weights, name, size)
+    """The drafter of a head."""
+    size, dtype = target.config.vocab_size, target.dtype
+    if isinstance(head, Medusa):
+        tree = grower or _grower(gamma, len(head.heads))
+        return Draft(medusa(head, size, tree), head, name, size)
+    if isinstance(head, Blockwise):
+        tree = grower or _grower(gamma, len(head.down))
+        return Draft(blockwise(head, size, tree), head, name, size)
+    if isinstance(grower, Topology):
+        grower = growth.ranked(grower)
+    if isinstance(head, Head):
+        grower = grower or _grower(gamma)
+        drafter = eagle.drafter(head.design, grower, dtype=dtype)
+        return Draft(drafter, head.weights, name, size)
+    grower = grower or growth.chain(3 if gamma is None else gamma)
+    drafter = mtp.drafter(head.design, grower, len(head.weights), dtype=dtype)
+    return Draft(drafter, head.params, f"mtp-{name}", size)
 
 
-def _load_modules(
-    folder: Path, target: Model, gamma: int = 3, grower: Grower | None = None
-) -> Draft:
-    modules = load_mtp(folder, target)
-    drafter = mtp.drafter(
-        modules.design,
-        growth.chain(gamma) if grower is None else grower,
-        len(modules.weights),
-        dtype=target.dtype,
-    )
-    return Draft(
-        drafter, modules.params, f"mtp-{folder.name}", target.config.vocab_size
-    )
+def _grower(gamma: int | None, deepest: int = 5) -> Grower:
+    """A chain, or a small tree: on a CPU the cost of a block grows with every node."""
+    if gamma is not None:
+        return growth.chain(gamma)
+    return growth.dynamic(nodes=10, depth=min(deepest, 5), width=4)
 
 
 def check_same_tokens(draft: Model, target: Model) -> None:

@@ -185,10 +185,7 @@ def _config(head: Head, vocab_size: int) -> dict:
 
 def _speculators_config(head: Head, layers: dict, draft_size: int) -> dict:
     design, norm = head.design, head.weights.feature_norm
-    verifier = {"name_or_path": None, "architectures": layers["architectures"]}
-    library = tensors.speculators_config(
-        "eagle3", verifier, tokens=5, verifier_accept_k=1, accept_tolerance=0.0
-    )
+    library = tensors.speculators_config("eagle3", layers["architectures"], tokens=5)
     return library | {
         "architectures": ["Eagle3DraftModel"],
         "transformer_layer_config": layers,

@@ -227,10 +227,7 @@ def _config(design: Design) -> dict:
     if config.family == "mimo":
         config = dataclasses.replace(config, family="qwen2")
     layer = config_to_hf(config)
-    verifier = {"name_or_path": None, "architectures": layer["architectures"]}
-    library = tensors.speculators_config(
-        "mtp", verifier, tokens=3, verifier_accept_k=1, accept_tolerance=0.0
-    )
+    library = tensors.speculators_config("mtp", layer["architectures"], tokens=3)
     return library | {
         "architectures": ["MTPDraftModel"],
         "num_nextn_predict_layers": 1,

@@ -220,17 +220,21 @@ def id_maps(ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
 
 
 def speculators_config(
-    algorithm: str, verifier: dict, tokens: int, **method: Any
+    algorithm: str, architectures: list[str], tokens: int
 ) -> dict[str, Any]:
     """What the speculators library keeps of a head beside its architecture.
 
     Args:
       algorithm: the library's name of the drafter.
-      verifier: what is said of the target.
+      architectures: of the target.
       tokens: drafted by default.
-      **method: more of the default way to propose.
     """
-    proposal = {"proposal_type": "greedy", "speculative_tokens": tokens} | method
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
     return {
         "speculators_model_type": algorithm,
         "speculators_version": "0.9.0",
@@ -238,7 +242,7 @@ def speculators_config(
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": verifier,
+            "verifier": {"name_or_path": None, "architectures": architectures},
         },
     }
 

@@ -92,17 +92,24 @@ class FeatureCache:
         size: int,
         seed: int = 0,
         taps: tuple[int, ...] | None = None,
+        limit: int | None = None,
     ) -> Callable[[int], Rows]:
         """``packing.batches`` over the rows that are there, with their features.
+
+        Args:
+          rows: those the features are of.  size, seed: as in ``packing.batches``.
+          taps: as in ``read``.
+          limit: use only so many rows, however many have come since; None is all.
 
         Raises:
           ValueError: ``rows`` are not the ones the features are of; as ``read``.
         """
         _compare(self._folder, self._manifest, {"rows": _hash_rows(rows)})
-        order(self.done, size, seed, 0)
+        count = self.done if limit is None else min(limit, self.done)
+        order(count, size, seed, 0)
 
         def step(number: int) -> Rows:
-            index = order(self.done, size, seed, number)
+            index = order(count, size, seed, number)
             found = self.read(index, taps)
             return dataclasses.replace(
                 rows.take(index), features=found.taps, hidden=found.hidden

@@ -14,7 +14,7 @@ cross-entropy over its labels. Labels outside a draft vocabulary are left out.
 ``metrics`` holds arrays with one entry a head: ``loss``, ``accuracy`` (of the best token)
 and ``count`` (labels).
 
-Logits are formed for ``ROWS`` positions at a time, and anew in the backward pass, so that
+Logits are formed for some positions at a time (``train.chunked``), and anew in the backward pass, so that
 not even one head's ``[B, T, V']`` is ever in memory.
 """
 
@@ -24,7 +24,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jspec.drafters.heads import Blockwise, Medusa, blockwise_output, medusa_output
 from jspec.drafters.hydra import Hydra, hydra_output
@@ -32,12 +31,11 @@ from jspec.drafters.multi_token import MultiToken, empty_cache, multi_token_forw
 from jspec.models.config import Config
 from jspec.models.linear import linear
 from jspec.sampling import argmax
+from jspec.train.chunked import summed
 from jspec.types import Array
 
 Metrics = dict[str, Array]
 Result = tuple[Array, Metrics]
-
-ROWS = 256  # enough for products to run at full speed
 
 
 def medusa(
@@ -215,27 +213,15 @@ def _labels(
 def _cross_entropy(
     x: Array, vocab: Array, to_target: Array | None, labels: Array, judged: Array
 ) -> Metrics:
-    """Metrics of the logits ``vocab x``, which are formed ``ROWS`` positions at a time."""
+    """Metrics of the logits ``vocab x``, which are formed some positions at a time."""
     labels, known = _draft_ids(labels, to_target, vocab.shape[0])
     judged &= known
-    rows = labels.size
-    size = min(ROWS, rows)
-    flat = x.reshape(rows, -1), labels.reshape(rows), judged.reshape(rows)
-    chunks = [
-        jnp.pad(a, [(0, -rows % size)] + [(0, 0)] * (a.ndim - 1)).reshape(
-            -1, size, *a.shape[1:]
-        )
-        for a in flat
-    ]
-
-    @jax.checkpoint
-    def chunk(total, part):
-        x, labels, judged = part
-        sums = _sums(linear(x, vocab), labels, judged)
-        return jax.tree.map(jnp.add, total, sums), None
-
-    zero = jnp.float32(0), jnp.int32(0)
-    (loss, right), _ = lax.scan(chunk, zero, tuple(chunks))
+    loss, right = summed(
+        lambda x, labels, judged: _sums(linear(x, vocab), labels, judged),
+        x.reshape(labels.size, -1),
+        labels.ravel(),
+        judged.ravel(),
+    )
     return _means(loss, right, jnp.sum(judged))
 
 

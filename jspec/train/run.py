@@ -124,7 +124,7 @@ def _data(model: Model, rows: Rows, recipe: Recipe, options: Options, say):
             taps=recipe.taps,
             dtype=model.dtype,
         )
-    say(f"features of rows are kept in {options.cache}")
+    say(f"features are kept in {options.cache}")
     cached = cache_features(
         options.cache,
         rows,
@@ -134,7 +134,7 @@ def _data(model: Model, rows: Rows, recipe: Recipe, options: Options, say):
         limit=options.rows,
         progress=lambda done, count: say(f"features: {done} of {count} rows"),
     )
-    return cached.batches(rows, options.batch, options.seed, recipe.taps)
+    return cached.batches(rows, options.batch, options.seed, recipe.taps, options.rows)
 
 
 def _evaluation(model: Model, held, recipe: Recipe, head: Path, options: Options):

@@ -17,8 +17,8 @@ from jspec.drafters.eagle import Design, Weights
 from jspec.drafters.mtp import design_of
 from jspec.drafters.published_eagle import Head, target_head
 from jspec.drafters.published_mtp import Modules
-from jspec.models import Model, linear
-from jspec.models.config import Config
+from jspec.models import Model, architecture, linear
+from jspec.models.config import Config, Rope
 from jspec.types import Array
 
 
@@ -82,6 +82,53 @@ def fresh_mtp(target: Model, key: Array) -> Modules:
         final_norm=float32(target.params.final_norm),
     )
     return Modules(design_of(config), (weights,))
+
+
+def fresh_small(
+    target: Model, key: Array, *, hidden: int, layers: int, head_dim: int
+) -> Model:
+    """A small Llama over the target's tokens, tied, one key/value head, random layers.
+
+    Its embedding is the target's, projected on the directions in which that varies most.
+
+    Raises:
+      ValueError: ``hidden`` is not a multiple of ``head_dim`` or exceeds the target's.
+    """
+    given = target.config
+    if hidden % head_dim or hidden > given.hidden:
+        raise ValueError(
+            f"hidden {hidden} must be a multiple of head_dim {head_dim} and at most the "
+            f"target's {given.hidden}"
+        )
+    config = Config(
+        family="llama",
+        vocab_size=given.vocab_size,
+        hidden=hidden,
+        layers=layers,
+        heads=hidden // head_dim,
+        kv_heads=1,
+        head_dim=head_dim,
+        intermediate=-(-hidden * 8 // 3 // 64) * 64,
+        tie_embeddings=True,
+        query_scale=head_dim**-0.5,
+        windows=(None,) * layers,
+        ropes=(Rope(),) * layers,
+        max_position=given.max_position,
+        eos_ids=given.eos_ids,
+        bos_id=given.bos_id,
+    )
+    params = architecture.init(config, key)
+    embed = np.asarray(target.params.embed, np.float32)
+    _, directions = np.linalg.eigh(embed.T @ embed)  # ascending
+    projected = jnp.asarray(embed @ directions[:, -hidden:])
+    params = dataclasses.replace(params, embed=projected)
+    return Model(
+        name=f"{target.name}-small",
+        target=architecture.target(config),
+        params=params,
+        tokenizer=target.tokenizer,
+        dtype=jnp.dtype(jnp.float32),
+    )
 
 
 def _plain_layer(target: Model) -> tuple[Any, Config]:

@@ -277,6 +277,10 @@ def test_a_cache_serves_methods_that_read_less(tmp_path):
     np.testing.assert_array_equal(found.hidden, every.hidden[some])
     assert cache.read(some, ()).taps is None
     assert cache.batches(ROWS, 2, taps=(2, 0))(0).features.shape[-1] == 2 * size
+    first = {t.tobytes() for t in ROWS.tokens[:2]}
+    for number in range(3):  # rows that came later change nothing
+        tokens = cache.batches(ROWS, 2, limit=2)(number).tokens
+        assert {t.tobytes() for t in tokens} == first
     with pytest.raises(ValueError, match=r"layers \[0, 2\], wanted \[1\]"):
         cache.read(some, (1,))
     assert stored_taps(tmp_path, (2,)) == (0, 2)

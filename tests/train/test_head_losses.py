@@ -14,6 +14,7 @@ from jspec.drafters import heads
 from jspec.drafters.hydra import Hydra, HydraHead, hydra_output
 from jspec.drafters.multi_token import init_multi_token
 from jspec.testing import tiny
+from jspec.train import chunked
 from jspec.train import heads as losses
 
 B, T, M, V, K = 2, 9, 8, 11, 3
@@ -110,7 +111,7 @@ FAMILIES = {
 )
 @pytest.mark.parametrize("name", FAMILIES)
 def test_losses_equal_loops(name, document, rows, monkeypatch):
-    monkeypatch.setattr(losses, "ROWS", rows)  # 18 positions: in four parts or at once
+    monkeypatch.setattr(chunked, "ROWS", rows)  # 18 positions: in four parts or at once
     loss, weights, row, factors = FAMILIES[name]
     got, metrics = jax.jit(loss)(weights, HIDDEN, TOKENS, MASK, document)
     expected = judge_all(row, document=document)
@@ -234,7 +235,7 @@ def test_packed_texts_do_not_see_each_other():
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_memory_never_holds_the_logits_of_a_head(count, monkeypatch):
-    monkeypatch.setattr(losses, "ROWS", 16)
+    monkeypatch.setattr(chunked, "ROWS", 16)
     wide, length = 4096, 64
     weights = heads.init_medusa(jnp.zeros((wide, M)), count)
 
@@ -251,7 +252,7 @@ def test_memory_never_holds_the_logits_of_a_head(count, monkeypatch):
 
 def test_the_gradient_of_parts_is_that_of_the_whole(monkeypatch):
     def gradient(rows):
-        monkeypatch.setattr(losses, "ROWS", rows)
+        monkeypatch.setattr(chunked, "ROWS", rows)
         return jax.jit(jax.grad(lambda w: losses.medusa(w, HIDDEN, TOKENS, MASK)[0]))(
             MEDUSA
         )

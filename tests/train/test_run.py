@@ -22,6 +22,7 @@ from jspec.train.run import Options, train
 from jspec.train.selfgen import selfgen
 from jspec.train.starts import fresh_eagle1, fresh_eagle3, fresh_mtp
 
+MODULE = "A_MODULE"  # stands for a folder
 ENDS = (EOS, *range(100, 112))
 MODEL = tiny.model(
     seed=3,
@@ -207,9 +208,12 @@ def test_eight_devices_train_as_one_does(corpus_files, tmp_path):
     [
         (["unknown"], "method 'unknown' is not one of"),
         (["eagle3", "--corpus", "/nowhere.npz"], "/nowhere.npz"),
+        (["medusa", "--start", MODULE], "is no head that medusa could go on from"),
     ],
 )
 def test_mistakes_are_one_line(words, message, corpus_files, tmp_path, capsys):
+    save_mtp(fresh_mtp(MODEL, jax.random.key(5)), tmp_path / "module")
+    words = [w.replace(MODULE, str(tmp_path / "module")) for w in words]
     target = models.save(MODEL, tmp_path / "target")
     given = ["--corpus", str(corpus_files[0]), "--target", str(target)]
     out = ["--out", str(tmp_path / "run")]

@@ -7,12 +7,14 @@ import pytest
 
 import jspec
 from jspec.testing import tiny
+from jspec.train.chunked import ROWS
 from jspec.train.features import stream
 from jspec.train.packing import Rows
-from jspec.train.small import ROWS, distillation, fresh
+from jspec.train.small import distillation
+from jspec.train.starts import fresh_small
 
 TARGET = tiny.model(seed=4)
-STUDENT = fresh(TARGET, jax.random.key(0), hidden=16, layers=1, head_dim=8)
+STUDENT = fresh_small(TARGET, jax.random.key(0), hidden=16, layers=1, head_dim=8)
 
 
 def rows(length=ROWS + 7):
@@ -64,4 +66,4 @@ def test_the_embedding_keeps_what_varies_most():
         np.linalg.svd(ours, compute_uv=False), singular[:16], rtol=1e-4
     )
     with pytest.raises(ValueError, match="hidden 12 must be a multiple of head_dim 8"):
-        fresh(TARGET, jax.random.key(0), hidden=12, layers=1, head_dim=8)
+        fresh_small(TARGET, jax.random.key(0), hidden=12, layers=1, head_dim=8)

@@ -1,0 +1,101 @@
+"""Recipes of EAGLE-1 (and -2) and EAGLE-3."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+
+from jspec.drafters.eagle import Weights
+from jspec.drafters.published_eagle import Head, save_eagle, target_head
+from jspec.models import Model
+from jspec.train.corpus import Corpus
+from jspec.train.eagle import pairs, regression, shifted, training_time_test
+from jspec.train.packing import Rows
+from jspec.train.recipes.recipe import Recipe, draft_ids, frozen, vocabulary
+from jspec.train.starts import fresh_eagle1, fresh_eagle3
+from jspec.types import Array
+
+
+def eagle3(
+    target: Model,
+    corpus: Corpus,
+    *,
+    taps: tuple[int, ...] | None = None,
+    draft_vocab: int = 8192,
+    steps: int = 4,
+    decay: float = 0.8,
+    start: Head | None = None,
+    seed: int = 0,
+) -> Recipe:
+    """EAGLE-3 with one layer of the target's sizes.
+
+    Args:
+      target: gives embedding, teacher and starting weights.
+      corpus: gives the draft vocabulary.
+      taps: features to read; by default what layers ``n/3``, ``2n/3`` and ``n - 1``
+        receive, for the last of them is where the head begins.
+      draft_vocab: ids the head can draft; all, if the target has fewer.
+      steps, decay: of the training-time test.
+      start: a head to go on from; its own taps and vocabulary are kept.
+      seed: of the weights that have no better start.
+    """
+    layers = target.config.layers
+    # Lists that begin with 1 mean something else in published configs.
+    low = layers // 3 if layers >= 6 else 0
+    taps = taps or (low, 2 * layers // 3, layers - 1)
+    if start is None:
+        vocab_size = target.config.vocab_size
+        ids = vocabulary(corpus, min(draft_vocab, vocab_size), vocab_size)
+        start = fresh_eagle3(target, taps, ids, jax.random.key(seed))
+    design = start.design
+
+    def loss(weights: Weights, teacher: Array, rows: Rows, key: Array):
+        del key
+        given = pairs(rows, rows.features, teacher, weights.to_target)
+        return training_time_test(design, weights, given, steps=steps, decay=decay)
+
+    return frozen(
+        start.weights,
+        {"embed": start.weights.embed, "to_target": start.weights.to_target},
+        loss,
+        lambda weights, folder: save_eagle(Head(design, weights), folder),
+        teacher=target_head(target),
+        taps=design.taps,
+    )
+
+
+def eagle1(
+    target: Model,
+    corpus: Corpus,
+    *,
+    draft_vocab: int = 8192,
+    start: Head | None = None,
+    seed: int = 0,
+) -> Recipe:
+    """EAGLE-1 (and -2, whose network it is) with one layer of the target's sizes.
+
+    Args:
+      target: gives the frozen head and the starting weights.
+      corpus: gives the draft vocabulary.
+      draft_vocab: ids that are drafted; training knows all, as it is published.
+      start: a head to go on from.
+      seed: of the weights that have no better start.
+    """
+    ids = draft_ids(corpus, draft_vocab, target.config.vocab_size)
+    if start is None:
+        start = fresh_eagle1(target, jax.random.key(seed))
+    design, head = start.design, target_head(target)
+
+    def loss(weights: Weights, teacher: Array, rows: Rows, key: Array):
+        given = pairs(rows, rows.hidden, teacher, None)
+        return regression(design, weights, given, shifted(rows.hidden, 1), key)
+
+    def save(weights: Weights, folder: Path) -> Path:
+        rows = target_head(target, ids)
+        drafting = dataclasses.replace(weights, head=rows, to_target=ids)
+        return save_eagle(Head(design, drafting), folder)
+
+    held = {"embed": start.weights.embed, "head": head, "to_target": None}
+    return frozen(start.weights, held, loss, save, teacher=head)
