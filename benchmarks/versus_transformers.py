@@ -30,7 +30,8 @@ from jspec.prompts import load_prompts
 from jspec.text import encode
 
 LOOKUP_CATEGORIES = ("summarization", "code")
-SLOTS = 512
+CONTEXT = 512
+STRIDE = 64
 
 
 def main() -> None:
@@ -42,10 +43,11 @@ def main() -> None:
     ngram, hf = drafters.ngram(gamma=args.gamma), {"prompt_lookup_num_tokens": 10}
     vocab_size = model.target.config.vocab_size
     encoded = encode(model.tokenizer, [q.prompt for q in prompts], vocab_size)
-    encoded = [ids[: SLOTS - args.max_new_tokens] for ids in encoded]
+    encoded = [ids[: CONTEXT - args.max_new_tokens] for ids in encoded]
     for drafter, extra in ((None, {}), (ngram, hf)):  # compile and warm up
         for ids in encoded:  # prompts of other lengths have programs of their own
-            jspec.generate(model, drafter, [ids], max_new_tokens=1, slots=SLOTS)
+            slots = _slots(ids, args)
+            jspec.generate(model, drafter, [ids], max_new_tokens=1, slots=slots)
         _both(model, theirs, drafter, extra, [1, 2, 3], args)
     plain, lookup = [], []
     pairs = list(zip(prompts, encoded, strict=True))
@@ -79,9 +81,10 @@ def _in_transformers(model: jspec.Model):
 
 def _both(model, theirs, drafter, hf: dict, ids: list[int], args):
     """(ours, theirs) in tokens per second, prefill included in both."""
+    new, slots = args.max_new_tokens, _slots(ids, args)
     ours = _speed(
         lambda: jspec.generate(
-            model, drafter, [ids], max_new_tokens=args.max_new_tokens, slots=SLOTS
+            model, drafter, [ids], max_new_tokens=new, slots=slots
         ).tokens[0]
     )
     prompt = torch.tensor([ids])
@@ -99,6 +102,11 @@ def _both(model, theirs, drafter, hf: dict, ids: list[int], args):
         return out[0, len(ids) :].tolist()
 
     return ours, _speed(generate)
+
+
+def _slots(ids: list[int], args) -> int:
+    """Room for the prompt and its answer, in few sizes, so that prompts share programs."""
+    return -(-(len(ids) + args.max_new_tokens) // STRIDE) * STRIDE
 
 
 def _speed(run) -> float:

@@ -110,6 +110,12 @@ def add_train(command: argparse.ArgumentParser) -> None:
     add("--rows", type=int, metavar="N", help="most rows to learn from (all)")
     add("--start", metavar="HEAD", help="a head to go on from instead of a fresh one")
     add("--cache", metavar="FOLDER", help="keep the target's features there, for reuse")
+    add(
+        "--products",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="precision of large products; bfloat16 is faster where the chip has it",
+    )
     add("--smoke", action="store_true", help="a few short steps: does it run?")
 
 
@@ -119,7 +125,17 @@ def _train(args: argparse.Namespace) -> None:
     model = load(args.target, dtype="float32")
     own: dict[str, Any] = {
         name: getattr(args, name)
-        for name in ("steps", "batch", "length", "lr", "every", "rows", "seed", "cache")
+        for name in (
+            "steps",
+            "batch",
+            "length",
+            "lr",
+            "every",
+            "rows",
+            "seed",
+            "cache",
+            "products",
+        )
     }
     smoke: dict[str, Any] = _SMOKE if args.smoke else {}
     options = Options(**(own | smoke))

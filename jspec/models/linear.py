@@ -87,7 +87,7 @@ def linear(x: Array, w: Array | Rows, bias: Array | None = None) -> Array:
     flat = x.reshape(-1, width)
     whole = (w.whole if isinstance(w, Rows) else w).reshape(-1, width)
     if flat.shape[0] >= _MANY:
-        y = lax.dot_general(flat, whole, (((1,), (1,)), ((), ())))
+        y = _many(flat, whole)
     else:
         blocks = (whole,)
         if isinstance(w, Rows) and flat.shape[0] > 1:
@@ -96,3 +96,41 @@ def linear(x: Array, w: Array | Rows, bias: Array | None = None) -> Array:
         y = (parts[0] if len(parts) == 1 else jnp.concatenate(parts)).T
     y = y.reshape(*x.shape[:-1], math.prod(w.shape[:-1]))
     return y if bias is None else y + bias.reshape(-1)
+
+
+def _many(x: Array, w: Array) -> Array:
+    """``x [n, I] @ w.T`` with ``w [O, I]``: ``[n, O]``.
+
+    TPUs and GPUs honour ``jax.default_matmul_precision("bfloat16")``; XLA:CPU leaves the
+    operands as they are, so that here they are rounded by hand.
+    """
+    if jax.config.jax_default_matmul_precision == "bfloat16":
+        return _in_bfloat16(x, w).astype(x.dtype)
+    return _product(x, w, 1, 1).astype(x.dtype)
+
+
+def _product(a: Array, b: Array, i: int, j: int) -> Array:
+    """Sums over axes ``i`` and ``j``, in float32: a bfloat16 sum is slower on a CPU."""
+    return lax.dot_general(
+        a, b, (((i,), (j,)), ((), ())), preferred_element_type=jnp.float32
+    )
+
+
+@jax.custom_vjp
+def _in_bfloat16(x: Array, w: Array) -> Array:
+    return _product(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), 1, 1)
+
+
+def _forward(x: Array, w: Array):
+    return _in_bfloat16(x, w), (x, w)
+
+
+def _backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    x, w = saved
+    dx = _product(g.astype(jnp.bfloat16), w.astype(jnp.bfloat16), 1, 0)
+    # XLA:CPU transposes both operands of this one, which costs what bfloat16 would save.
+    dw = _product(g, x.astype(g.dtype), 0, 0)
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+_in_bfloat16.defvjp(_forward, _backward)

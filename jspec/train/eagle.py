@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -102,7 +103,7 @@ def training_time_test(
       teacher have the same best token, and ``acceptance_s``, the mean probability that a
       sampled draft is accepted.
     """
-    total, metrics = jnp.float32(0), {}
+    total, metrics, best = jnp.float32(0), {}, argmax(given.teacher)
     for s, out in enumerate(unroll(design, weights, given, steps)):
         size = out.shape[1] - s
         student = eagle.logits(design, weights, out[:, :size])
@@ -113,14 +114,17 @@ def training_time_test(
             given.teacher[:, s:], given.total[:, s:], student, mask, given.mask.size
         )
         total += decay**s * objective(judged)
-        metrics |= {f"{name}_{s}": x for name, x in _seen(judged).items()}
+        seen = _seen(judged, best[:, s:])
+        metrics |= {f"{name}_{s}": x for name, x in seen.items()}
     return total, metrics
 
 
-def _seen(judged: Judged) -> dict[str, Array]:
-    """How often head and teacher agree, which has no gradient."""
-    judged = judged._replace(student=lax.stop_gradient(judged.student))
-    same = argmax(judged.student) == argmax(judged.teacher)
+def _seen(judged: Judged, best: Array) -> dict[str, Array]:
+    """How often head and teacher, whose best is ``best [B, t]``, agree; no gradient."""
+    student = lax.stop_gradient(judged.student)
+    judged = judged._replace(student=student)
+    # The largest value is much cheaper than where it is.
+    same = jnp.take_along_axis(student, best[..., None], -1)[..., 0] >= student.max(-1)
     return {
         "accuracy": objectives.over_masked(same, judged.mask),
         "acceptance": objectives.over_masked(
@@ -162,18 +166,25 @@ def _attend_own(q: Array, stored: list[tuple[Array, Array]], seen: Array) -> Arr
     ``q [B, T, H, D]``, keys and values ``[B, T, K, D]``, ``seen [B, T, T]``; gives
     ``[B, T, H, D]``. One softmax over both.
     """
-    k, v = stored[0]
-    q = rearrange(q, "b t (k g) d -> b t k g d", k=k.shape[2])
-    scores = jnp.einsum("btkgd,bskd->bkgts", q, k).astype(jnp.float32)
-    scores = jnp.where(seen[:, None, None], scores, _MASKED)
-    later = [jnp.einsum("btkgd,btkd->bkgt", q, k)[..., None] for k, _ in stored[1:]]
-    every = jax.nn.softmax(jnp.concatenate([scores, *later], -1), -1).astype(q.dtype)
-    size = k.shape[1]
-    a = jnp.einsum("bkgts,bskd->btkgd", every[..., :size], v)
-    for i, (_, v) in enumerate(stored[1:]):
-        weight = rearrange(every[..., size + i], "b k g t -> b t k g 1")
-        a += weight * v[:, :, :, None]
-    return rearrange(a, "b t k g d -> b t (k g) d")
+    (k, v), size, kv_heads = stored[0], q.shape[1], stored[0][0].shape[2]
+    rows = rearrange(q, "b t (k g) d -> b k (g t) d", k=kv_heads)
+    seen = jnp.tile(seen, (1, q.shape[2] // kv_heads, 1))[:, None]
+    scores = jnp.einsum("bkrd,bskd->bkrs", rows, k).astype(jnp.float32)
+    scores = jnp.where(seen, scores, _MASKED)
+    q = rearrange(rows, "b k (g t) d -> b k g t d", t=size)
+    later = [
+        jnp.einsum("bkgtd,btkd->bkgt", q, k).reshape(scores.shape[:-1])
+        for k, _ in stored[1:]
+    ]
+    # Joined to the scores they would be one softmax, and a copy of all of them.
+    top = lax.stop_gradient(functools.reduce(jnp.maximum, later, scores.max(-1)))
+    weights = jnp.exp(scores - top[..., None])
+    a, total = jnp.einsum("bkrs,bskd->bkrd", weights, v), weights.sum(-1)
+    for score, (_, v) in zip(later, stored[1:], strict=True):
+        weight = jnp.exp(score - top)
+        own = jnp.tile(rearrange(v, "b t k d -> b k t d"), (1, 1, q.shape[2], 1))
+        a, total = a + weight[..., None] * own, total + weight
+    return rearrange(a / total[..., None], "b k (g t) d -> b t (k g) d", t=size)
 
 
 def regression(
@@ -203,7 +214,8 @@ def regression(
     feature = objectives.over_masked(objectives.smooth_l1(out, truth), given.mask)
     judged = Judged(given.teacher, given.total, student, given.mask, given.mask.size)
     law = objectives.over_counted(objectives.cross_entropy)(judged)
-    metrics = {f"{name}_0": x for name, x in _seen(judged).items()}
+    seen = _seen(judged, argmax(given.teacher))
+    metrics = {f"{name}_0": x for name, x in seen.items()}
     metrics |= {"feature": feature, "law": law}
     return feature + head_weight * law, metrics
 

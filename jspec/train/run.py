@@ -20,6 +20,8 @@ from jspec.train.fit import fit
 from jspec.train.packing import Rows
 from jspec.train.recipes import RECIPES, Recipe
 
+PRODUCTS = ("float32", "bfloat16")
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -35,6 +37,8 @@ class Options:
       rows: most rows to learn from; None is all that the corpus fills.
       cache: folder that the target's features are written to once, for many epochs and
         several methods; None computes them anew for every batch.
+      products: precision of large products, "float32" or "bfloat16" (sums, weights and
+        their gradients stay in float32).
       recipe: further arguments of the method's recipe.
     """
 
@@ -49,6 +53,7 @@ class Options:
     rows: int | None = None
     seed: int = 0
     cache: str | None = None
+    products: str = "float32"
     recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -80,6 +85,10 @@ def train(
             f"method {method!r} is not one of {', '.join(sorted(RECIPES))}"
         )
     options, out = options or Options(), Path(out)
+    if options.products not in PRODUCTS:
+        raise ValueError(
+            f"products {options.products!r} is not one of {', '.join(PRODUCTS)}"
+        )
     model = load(target) if isinstance(target, str) else target
     learn, held = corpus.split(corpus.read(corpora, model.tokenizer))
     say(f"{len(learn.documents)} conversations, {learn.tokens} tokens to learn from")
@@ -87,18 +96,19 @@ def train(
     rows = packing.rows(learn, options.length)
     if options.rows is not None:
         checks.count("rows", options.rows, options.batch)
-    params = fit(
-        recipe.loss,
-        recipe.params,
-        _data(model, rows, recipe, options, say),
-        steps=options.steps,
-        optimizer=optimizer(options),
-        out=out,
-        every=options.every,
-        evaluate=_evaluation(model, held, recipe, out / "head", options),
-        seed=options.seed,
-        mesh=parallel.data_mesh(math.gcd(options.batch, jax.device_count())),
-    )
+    with jax.default_matmul_precision(options.products):
+        params = fit(
+            recipe.loss,
+            recipe.params,
+            _data(model, rows, recipe, options, say),
+            steps=options.steps,
+            optimizer=optimizer(options),
+            out=out,
+            every=options.every,
+            evaluate=_evaluation(model, held, recipe, out / "head", options),
+            seed=options.seed,
+            mesh=parallel.data_mesh(math.gcd(options.batch, jax.device_count())),
+        )
     return recipe.save(params, out / "head")
 
 

@@ -65,3 +65,23 @@ def test_loaded_weights_are_cut_and_saved_whole(tmp_path, monkeypatch):
     again = models.load(models.save(loaded, tmp_path / "b"), dtype="float32")
     for a, b in zip(*map(jax.tree.leaves, (loaded.params, again.params)), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("count", [5, 300])
+def test_products_in_bfloat16_round_the_operands_of_large_products_alone(count):
+    x = jax.random.normal(jax.random.key(0), (count, 24))
+    w = jax.random.normal(jax.random.key(1), (16, 24))
+
+    def loss(x, w):
+        return jnp.sum(jnp.sin(linear.linear(x, w)))
+
+    exact = jax.value_and_grad(loss, (0, 1))(x, w)
+    with jax.default_matmul_precision("bfloat16"):
+        y = linear.linear(x, w)
+        rounded = jax.value_and_grad(loss, (0, 1))(x, w)
+    near = [a.astype(jnp.bfloat16).astype(jnp.float32) for a in (x, w)]
+    operands = near if count >= 256 else (x, w)
+    np.testing.assert_allclose(y, operands[0] @ operands[1].T, rtol=1e-5, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(rounded), strict=True):
+        assert jnp.linalg.norm(a - b) < 2e-2 * jnp.linalg.norm(a)
+        assert a.dtype == b.dtype
