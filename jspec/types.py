@@ -201,7 +201,8 @@ class DraftShape(NamedTuple):
 
     Attributes:
       nodes: N, root included.
-      depth: G, the longest path; a chain has ``nodes == depth + 1``.
+      depth: G, the longest path that may be kept, so probe nodes do not count; a chain
+        has ``nodes == depth + 1``.
       taps: target layers whose features it wants (see ``Target.score``).
       dense: does the block carry ``q``, or are its tokens point masses?
       widths: ascending sizes below ``nodes``. A round whose live nodes all lie among

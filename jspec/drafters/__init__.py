@@ -5,6 +5,7 @@ from jspec.drafters.draft import Draft
 from jspec.drafters.heads import blockwise, medusa
 from jspec.drafters.hydra import hydra
 from jspec.drafters.loading import load_drafter
+from jspec.drafters.lookahead import jacobi, lookahead
 from jspec.drafters.multi_token import multi_token
 from jspec.drafters.ngram import first, first_whole, latest, ngram
 from jspec.drafters.published_medusa import load_medusa, save_medusa
@@ -19,9 +20,11 @@ __all__ = [
     "first_whole",
     "growth",
     "hydra",
+    "jacobi",
     "latest",
     "load_drafter",
     "load_medusa",
+    "lookahead",
     "medusa",
     "multi_token",
     "ngram",
