@@ -174,11 +174,16 @@ def run(
     methods: Sequence[Method],
     questions: Sequence[Question],
     settings: Settings | None = None,
+    more: Callable[[Method, Sequence[trial.Pair]], dict] = lambda method, pairs: {},
 ) -> list[dict]:
     """Runs every method against plain decoding, prints tables, appends JSON lines.
 
     Each line is on disk before the next method begins; Ctrl-C prints what is finished
     and is raised again.
+
+    Args:
+      model, methods, questions, settings: what is run, and how.
+      more: further fields for a method's line.
 
     Returns:
       One record a method, with the fields of its JSON line.
@@ -200,6 +205,7 @@ def run(
             try:
                 _duel(model, one, given, slots, settings, pairs)
                 done = record.record(model, one, pairs, slots, settings)
+                done |= more(one, pairs)
             except KeyboardInterrupt:
                 messages.print(f"interrupted; {len(records)} methods are finished")
                 if pairs:

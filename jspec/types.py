@@ -141,12 +141,15 @@ class Context:
         at the same temperature (see ``jspec.sampling.Sampling``).
       features: ``[B, T, F]`` tapped target features of positions ``< length - 1``; only
         after prefill and only for drafters that ask for taps.
+      cache: the target's cache, to be read by a drafter that is a part of the target;
+        in every round, but not after prefill.
     """
 
     tokens: Array
     length: Array
     sampling: Any
     features: Array | None = None
+    cache: Any = None
 
 
 @struct.dataclass

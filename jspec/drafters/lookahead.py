@@ -13,6 +13,7 @@ accepted, so that its level 0 is what level 1 was.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -90,11 +91,11 @@ class _Shape(NamedTuple):
     ``row [n - 1, C]``, the node whose successor is the next level's token, -1 for none.
     """
 
-    level: Array
-    column: Array
-    parent: Array
-    live: Array
-    row: Array
+    level: np.ndarray
+    column: np.ndarray
+    parent: np.ndarray
+    live: np.ndarray
+    row: np.ndarray
 
 
 def _window_shape(window: int, size: int) -> _Shape:
@@ -185,7 +186,7 @@ def lookahead(
     def propose(params, state: Lookahead, key, context: Context):
         del params, key
         root = pending(context)
-        state = state.replace(window=state.window.at[:, 0, 0].set(root))
+        state = dataclasses.replace(state, window=state.window.at[:, 0, 0].set(root))
         found = jax.vmap(functools.partial(_guesses, guesses))(state, root)
         return _block(shape, root, found, state), state
 
@@ -220,10 +221,8 @@ def _guesses(count: int, state: Lookahead, root: Array) -> Paths:
 
 def _block(shape: _Shape, root: Array, found: Paths, state: Lookahead) -> Block:
     """Guesses, then the window as probe nodes."""
-    guess = paths.block(root, jax.vmap(paths.whole)(found))
-    level, column, parent, live = (
-        jnp.asarray(x)[state.levels - 1] for x in shape[:4]
-    )
+    guess = paths.block(root, *jax.vmap(paths.whole)(found))
+    level, column, parent, live = (jnp.asarray(x)[state.levels - 1] for x in shape[:4])
     probe = jax.vmap(lambda w, i, j: w[i, j])(state.window, level, column)
     first = guess.token.shape[1] - 1  # window node i > 0 is node first + i of the block
     return Block(
@@ -242,13 +241,13 @@ def _advance(shape: _Shape, first: int, state: Lookahead, said: Array) -> Lookah
     new = said[jnp.where(row > 0, first + row, 0)]  # row 0 is the root itself
     full = state.levels == state.window.shape[0]
     grown = state.window.at[state.levels].set(new, mode="drop")
-    filling = state.replace(
-        window=jnp.roll(grown, -1, 1), levels=state.levels + ~full
+    filling = dataclasses.replace(
+        state, window=jnp.roll(grown, -1, 1), levels=state.levels + ~full
     )
     last = jnp.concatenate([state.window[1:], new[None]])
     count = shape.row.shape[1] + 1 - state.window.shape[0]
     found = jnp.concatenate([state.window, new[None]])[:, :count].T
-    moving = _store(state.replace(window=last), found)
+    moving = _store(dataclasses.replace(state, window=last), found)
     return jax.tree.map(lambda a, b: jnp.where(full, a, b), moving, filling)
 
 
@@ -267,7 +266,8 @@ def _store(state: Lookahead, found: Array) -> Lookahead:
     fresh = last & ~is_known
     slot = oldest[jnp.cumsum(fresh) - 1]
     slot = jnp.where(fresh, slot, size)
-    return state.replace(
+    return dataclasses.replace(
+        state,
         pool=state.pool.at[slot].set(found, mode="drop"),
         used=used.at[slot].set(time, mode="drop"),
         clock=state.clock + count,

@@ -48,10 +48,17 @@ def whole(paths: Paths) -> tuple[Array, Array, Array]:
     return paths.token.ravel(), jnp.where(live, parent, 0).ravel(), live.ravel()
 
 
-def best(
-    value: Array, paths: Paths, own: Array, nodes: int
-) -> tuple[Array, Array, Array]:
-    """The ``nodes`` nodes of largest value: ``(token, parent, live)``, each ``[nodes]``.
+class Nodes(NamedTuple):
+    """Nodes below a root, ``[N - 1]`` each; ``value`` falls."""
+
+    token: Array
+    parent: Array
+    live: Array
+    value: Array
+
+
+def best(value: Array, paths: Paths, own: Array, nodes: int) -> Nodes:
+    """The ``nodes`` nodes of largest value.
 
     Args:
       value: ``[K, G]``, never larger than that of the node before on its path; a node
@@ -71,12 +78,11 @@ def best(
     parent = 1 + jnp.argmax(chosen == up[:, None], -1)
     live = top > 0
     parent = jnp.where(live & (level > 0), parent, 0).astype(jnp.int32)
-    return paths.token[row, jnp.minimum(level, size - 1)], parent, live
+    return Nodes(paths.token[row, jnp.minimum(level, size - 1)], parent, live, top)
 
 
-def block(root: Array, nodes: tuple[Array, Array, Array]) -> Block:
+def block(root: Array, token: Array, parent: Array, live: Array) -> Block:
     """A batch's block of ``root [B]`` and nodes ``[B, N - 1]`` below it; all may vote."""
-    token, parent, live = nodes
     root = root[:, None]
     token = jnp.concatenate([root, jnp.where(live, token, 0)], 1).astype(jnp.int32)
     return Block(
@@ -85,12 +91,3 @@ def block(root: Array, nodes: tuple[Array, Array, Array]) -> Block:
         live=jnp.concatenate([jnp.ones_like(root, bool), live], 1),
         vote=jnp.ones(token.shape, bool),
     )
-
-
-def follow(tokens: Array, length: Array, after: Array, size: int) -> Paths:
-    """What follows positions ``after [K]`` of one text ``[T]``; -1 follows nothing."""
-    at = after[:, None] + 1 + jnp.arange(size)
-    live = (after >= 0)[:, None] & (at < length)
-    token = tokens[jnp.where(live, at, 0)]
-    live &= token >= 0  # a negative id parts one text from the next
-    return Paths(token, jnp.cumprod(live, -1, dtype=jnp.int32).astype(bool))
