@@ -194,6 +194,7 @@ def plots(records: Sequence[dict], folder: str | Path) -> list[Path]:
 
 
 def _tasks(axes, records: Sequence[dict]) -> None:
+    records = [r for r in records if r["tasks"]]
     names = sorted({task for r in records for task in r["tasks"]})
     wide = 0.8 / max(len(records), 1)
     for i, r in enumerate(records):
@@ -221,7 +222,7 @@ def _cost(axes, records: Sequence[dict]) -> None:
 
 
 def _depth(axes, records: Sequence[dict]) -> None:
-    for r in records:
+    for r in (r for r in records if r["acceptance_by_depth"]):
         shares = r["acceptance_by_depth"]
         axes.plot(range(1, len(shares) + 1), shares, marker=".", label=r["method"])
     axes.set_xlabel("depth")

@@ -316,6 +316,9 @@ def _confident(drafter: Drafter, least: float) -> Drafter:
 
 
 def _narrow(shape: DraftShape) -> DraftShape:
-    """The shape with forwards for short drafts."""
-    widths = {*shape.widths, *(w for w in (1, 2, 4, 8, 16) if w < shape.nodes)}
+    """The shape with forwards for no draft and for short ones.
+
+    Few, for each is a target forward more to compile.
+    """
+    widths = {*shape.widths, *(w for w in (1, 4) if w < shape.nodes)}
     return shape._replace(widths=tuple(sorted(widths)))

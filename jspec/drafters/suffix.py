@@ -148,16 +148,11 @@ def suffix(
         return block, Suffix(drafts.score)
 
     return Drafter(
-        DraftShape(nodes, gamma, widths=_widths(nodes)),
+        DraftShape(nodes, gamma, widths=tuple(w for w in (1, 4) if w < nodes)),
         init,
         propose,
         update=lambda params, state, feedback: state,
     )
-
-
-def _widths(nodes: int) -> tuple[int, ...]:
-    """Narrower forwards for short drafts, which is what most rounds have."""
-    return tuple(w for w in (1, 4, 8, 16) if w < nodes)
 
 
 class _Draft(NamedTuple):

@@ -13,7 +13,7 @@ import jspec
 from jspec import drafters, tree
 from jspec.drafters import store
 from jspec.drafters.occurrences import occurrences
-from jspec.drafters.suffix import Rates
+from jspec.drafters.suffix import Rates, path
 
 WIDTH, GAMMA, LONGEST, MANY = 32, 4, 6, 64
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=WIDTH)
@@ -64,13 +64,19 @@ def count(found, path):
     return sum(c[: len(path)] == path for c in found)
 
 
-def published(text, texts, rates, is_tree, itself):
-    """Drafts and score by the published algorithm; ``itself``: is the end in the tree?"""
+def occurring(ending, texts):
+    """How often ``ending`` occurs, also where nothing follows."""
+    m = len(ending)
+    return sum(t[i : i + m] == ending for t in texts for i in range(len(t) - m + 1))
+
+
+def published(text, texts, rates, is_tree):
+    """Drafts and score by the published algorithm."""
     best, most = [], 0.0
     for m in range(1, min(len(text), LONGEST) + 1):
         found = continuations(text, text[-m:], texts)
         budget = min(GAMMA, int(m * rates.factor + rates.offset + 1e-6))
-        total = max(len(found) + itself, 1)
+        total = max(occurring(text[-m:], texts), 1)
         chance = {
             c[:d]: count(found, c[:d]) / total
             for c in found
@@ -82,15 +88,14 @@ def published(text, texts, rates, is_tree, itself):
             score, drafts = sum(chosen), chance
         else:
             score, drafts = 0.0, {}
-            path = ()
-            while len(path) < budget:
-                more = {p: x for p, x in chance.items() if p[:-1] == path and p != path}
-                more = {p: x for p, x in more.items() if len(p) == len(path) + 1}
+            end = ()
+            while len(end) < budget:
+                more = {p: x for p, x in chance.items() if p and p[:-1] == end}
                 if not more:
                     break
-                path = max(more, key=lambda p: more[p])
-                drafts[path] = more[path]
-                score += more[path]
+                end = max(more, key=lambda p: more[p])
+                drafts[end] = more[end]
+                score += more[end]
         if score >= most - 1e-6:
             best, most = drafts, score
     return best, most
@@ -99,12 +104,12 @@ def published(text, texts, rates, is_tree, itself):
 @settings(max_examples=60)
 @given(texts, st.sampled_from([Rates(), Rates(2.0, -1.0, 0.3)]), st.booleans())
 def test_suffix_drafts_have_the_published_score(text, rates, is_tree):
-    keep = drafters.suffix_tree if is_tree else drafters.suffix.__globals__["path"]
+    keep = drafters.suffix_tree if is_tree else path
     drafter = drafters.suffix(
         GAMMA, GAMMA + 1, keep, longest=LONGEST, rates=rates, candidates=MANY
     )
     block, state = propose(text, drafter)
-    chance, score = published(text, [text], rates, is_tree, itself=1)
+    chance, score = published(text, [text], rates, is_tree)
     np.testing.assert_allclose(float(state.score[0]), score, atol=1e-5)
     # Of equally probable drafts either is right.
     found = drafted(block)
@@ -121,8 +126,8 @@ def test_a_store_drafts_where_its_score_is_better(text, others):
     drafter = drafters.suffix(GAMMA, longest=LONGEST, candidates=MANY, stored=True)
     made = padded(others)
     block, state = propose(text, drafter, made)
-    local = published(text, [text], Rates(), False, itself=1)
-    shared = published(text, others, Rates(), False, itself=0)
+    local = published(text, [text], Rates(), False)
+    shared = published(text, others, Rates(), False)
     np.testing.assert_allclose(
         float(state.score[0]), max(local[1], shared[1]), atol=1e-5
     )
@@ -148,13 +153,7 @@ def test_a_store_finds_every_occurrence(text, others):
     hits = SEARCH(made, jnp.asarray(tokens), jnp.int32(len(text)))
     for m in range(1, LONGEST + 1):
         ending = text[-m:]
-        expected = 0
-        if m <= len(text):
-            expected = sum(
-                other[i : i + m] == ending
-                for other in others
-                for i in range(len(other) - m + 1)
-            )
+        expected = occurring(ending, others) if m <= len(text) else 0
         assert int(hits.count[m - 1]) == expected
         if expected:
             live = np.asarray(hits.paths.live[m - 1])

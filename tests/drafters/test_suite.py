@@ -111,13 +111,9 @@ CASES = {
     "jacobi": lambda: jspec.Draft(drafters.jacobi(3), name="jacobi"),
     "lookahead": lambda: jspec.Draft(drafters.lookahead(3, 4, 2), name="lookahead"),
     "ngram-tree": lambda: jspec.Draft(drafters.ngram_tree(6, 3, shortest=1)),
-    "ngram-tree-frequent": lambda: jspec.Draft(
-        drafters.ngram_tree(6, 3, shortest=1, order=drafters.frequency)
-    ),
     "recycling": lambda: jspec.Draft(
         drafters.recycling(VOCAB, PAIRS), name="recycling"
     ),
-    "suffix": lambda: jspec.Draft(drafters.suffix(4), name="suffix"),
     "suffix-stored-tree": lambda: jspec.Draft(
         drafters.suffix(4, 8, drafters.suffix_tree, stored=True),
         STORE.on_device(),
@@ -133,12 +129,8 @@ CASES = {
         jspec.Draft(drafters.ngram(5, 3, 1)), small()
     )._replace(name="behind"),
     "by-score": lambda: drafters.by_score(
-        CASES["suffix"](), heads("medusa", BUSHY), 1.0
+        jspec.Draft(drafters.suffix(4), name="suffix"), heads("medusa", BUSHY), 1.0
     )._replace(name="suffix"),
-    "truncated": lambda: drafters.truncate(heads("medusa", BUSHY), 5),
-    "adaptive": lambda: drafters.adaptive(
-        small(seed=4), drafters.heuristic(2)
-    )._replace(name="adaptive"),
     "adaptive-average": lambda: drafters.adaptive(
         jspec.Draft(drafters.ngram(5, 3, 1)), drafters.moving_average()
     )._replace(name="adaptive"),
