@@ -5,7 +5,7 @@ with that. With --json what is finished is on disk, and a second start goes on f
 --plots draws speed-up by task, tau against cost, and acceptance by depth.
 
     python experiments/compare.py --limit 12 --json results.jsonl --plots figures
-    python experiments/compare.py --smoke --only ngram suffix lookahead
+    python experiments/compare.py --only "ngram 3" "ngram 7" --gamma 3 7
 """
 
 import argparse
@@ -36,41 +36,37 @@ def copied(
 
 
 def entries(args: argparse.Namespace) -> list[Entry]:
-    """All methods that there are, the heads in checkpoints/ included."""
+    """All methods that there are, the heads in --heads included."""
     tree_of = drafters.suffix_tree
     made = [
-        copied("ngram", "prompt lookup", drafters.ngram),
         copied("ngram tree", "n-gram trie", drafters.ngram_tree),
-        copied("suffix", "suffix decoding", drafters.suffix, 8),
         copied("suffix tree", "suffix decoding", drafters.suffix, 8, 12, tree_of),
-        copied("jacobi", "Jacobi", drafters.jacobi, 4),
         copied("lookahead", "Lookahead", drafters.lookahead, 5, 4, 5),
         Entry("recycling", "Token Recycling", _recycling),
-        Entry(
-            "first layers", "early exit", lambda m: drafters.self_model(m, 3, gamma=3)
-        ),
     ]
-    heads = sorted(
-        p for p in Path(args.heads).glob("*") if (p / "config.json").is_file()
-    )
-    for folder in heads:
-        made.append(
-            Entry(folder.name, "trained head", functools.partial(_head, folder))
-        )
-    if heads:
-        head = functools.partial(_head, heads[0])
-        made.append(
-            Entry(
-                "suffix, else head",
-                "both",
-                lambda m: drafters.by_score(
-                    Draft(drafters.suffix(8), name="suffix"), head(m)
-                ),
-            )
-        )
+    for n in args.gamma:
+        made += [
+            copied(f"ngram {n}", "prompt lookup", drafters.ngram, n),
+            copied(f"suffix {n}", "suffix decoding", drafters.suffix, n),
+            copied(f"jacobi {n}", "Jacobi", drafters.jacobi, n),
+            Entry(f"first layers {n}", "early exit", functools.partial(_layers, n)),
+        ]
+    folders = Path(args.heads).glob("*/config.json")
+    for folder in sorted(file.parent for file in folders):
+        name, head = folder.name, functools.partial(_head, folder)
+        made.append(Entry(name, "trained head", head))
+        made.append(Entry(f"suffix, else {name}", "both", functools.partial(_or, head)))
     if args.store:
         made.append(Entry("rest", "datastore", functools.partial(_rest, args.store)))
     return made
+
+
+def _layers(gamma: int, model: Model) -> Draft:
+    return drafters.self_model(model, max(1, model.config.layers // 10), gamma)
+
+
+def _or(head: Callable[[Model], Draft], model: Model) -> Draft:
+    return drafters.by_score(Draft(drafters.suffix(8), name="suffix"), head(model))
 
 
 def _recycling(model: Model) -> Draft:
@@ -146,6 +142,14 @@ def compare(args: argparse.Namespace) -> list[dict]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = bench.argument_parser(__doc__)
     add = parser.add_argument
+    add(
+        "--gamma",
+        type=int,
+        nargs="+",
+        default=[7],
+        metavar="N",
+        help="drafts of chains without training; a method for each (7)",
+    )
     add("--only", nargs="+", metavar="NAME", help="these methods; all unless given")
     add("--heads", default=str(HEADS), metavar="FOLDER", help="folder of trained heads")
     add("--store", metavar="FOLDER", help="a store for REST, from jspec store")

@@ -19,6 +19,7 @@ from rich.progress import Progress
 from jspec import record, report, text, trial, verify
 from jspec.compilation import enable_cache
 from jspec.drafters import load_drafter
+from jspec.drafters.loading import PLAIN
 from jspec.models import Model, load
 from jspec.prompts import Question, load_prompts
 from jspec.record import Method, Settings
@@ -60,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--drafter",
         default="ngram",
-        help="ngram, none, or a model as for --target, which drafts as a small model",
+        help=f"{', '.join(PLAIN)}, none, a folder with a head, or a model as for "
+        "--target, which drafts as a small model",
     )
     add(
         "--rule",

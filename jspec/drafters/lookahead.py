@@ -214,7 +214,9 @@ def _from_prompt(context: Context, count: int) -> Array:
 def _guesses(count: int, state: Lookahead, root: Array) -> Paths:
     """The n-grams after ``root`` seen last, the latest first, of one sequence."""
     fits = state.pool[:, 0] == root
-    seen, at = lax.top_k(jnp.where(fits, state.used, -1), count)
+    # As float32, of which top_k is a selection everywhere; of integers a sort on CPUs.
+    used = jnp.where(fits, state.used, -1).astype(jnp.float32)
+    seen, at = lax.top_k(used, count)
     token = state.pool[at, 1:]
     return Paths(token, jnp.broadcast_to((seen >= 0)[:, None], token.shape))
 
@@ -262,7 +264,7 @@ def _store(state: Lookahead, found: Array) -> Lookahead:
     is_known = jnp.any(known, -1)
     size = state.used.shape[0]
     used = state.used.at[jnp.where(is_known, at, size)].max(time, mode="drop")
-    _, oldest = lax.top_k(-used, count)
+    _, oldest = lax.top_k(-used.astype(jnp.float32), count)
     fresh = last & ~is_known
     slot = oldest[jnp.cumsum(fresh) - 1]
     slot = jnp.where(fresh, slot, size)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.drafters.paths import Paths
+from jspec.drafters.paths import Paths, leading
 from jspec.types import Array
 
 _EXACT = 1 << 24  # integers that float32 holds
@@ -73,4 +73,4 @@ def follow(tokens: Array, length: Array, after: Array, size: int) -> Paths:
     live = (after >= 0)[:, None] & (at < length)
     token = tokens[jnp.where(live, at, 0)]
     live &= token >= 0
-    return Paths(token, jnp.cumprod(live, -1, dtype=jnp.int32).astype(bool))
+    return Paths(token, leading(live))

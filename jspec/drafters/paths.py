@@ -7,6 +7,8 @@ one: of candidates that agree in their first tokens the first owns the common no
 
 from __future__ import annotations
 
+import itertools
+import operator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -25,8 +27,17 @@ class Paths(NamedTuple):
 def agree(paths: Paths) -> Array:
     """``[K, K, G]``: are candidates j and k live and equal up to and with token d?"""
     same = paths.token[:, None] == paths.token
-    same &= paths.live[:, None] & paths.live
-    return jnp.cumprod(same, -1, dtype=jnp.int32).astype(bool)
+    return leading(same & paths.live[:, None] & paths.live)
+
+
+def leading(mask: Array) -> Array:
+    """Ends every row of ``mask [..., G]`` at its first False.
+
+    One fused pass, where a cumulative product would be many.
+    """
+    return jnp.stack(
+        list(itertools.accumulate(jnp.moveaxis(mask, -1, 0), operator.and_)), -1
+    )
 
 
 def owner(same: Array) -> Array:

@@ -152,7 +152,7 @@ def test_a_small_pool_forgets_what_was_not_seen_for_longest():
 
 
 @pytest.mark.parametrize(
-    ("drafter", "tau"), [(lookahead(4, 4, 4), 1.2), (jacobi(4), 1.05)]
+    ("drafter", "tau"), [(lookahead(4, 4, 4), 1.2), (jacobi(4), 1.0)]
 )
 def test_guesses_are_kept(drafter, tau):
     model = tiny.model(seed=3)
