@@ -1,15 +1,7 @@
 """Who drafts. One file per family; each gives a ``Drafter`` of four fields."""
 
 from jspec.drafters import eagle, growth, store
-from jspec.drafters.combine import (
-    adaptive,
-    by_score,
-    confident,
-    fallback,
-    heuristic,
-    moving_average,
-    truncate,
-)
+from jspec.drafters.combine import by_score, either, fallback
 from jspec.drafters.draft import Draft
 from jspec.drafters.heads import blockwise, medusa
 from jspec.drafters.hydra import hydra
@@ -22,6 +14,13 @@ from jspec.drafters.published_medusa import load_medusa, save_medusa
 from jspec.drafters.recycling import recycling
 from jspec.drafters.rest import rest
 from jspec.drafters.self_model import self_model
+from jspec.drafters.shorten import (
+    adaptive,
+    confident,
+    heuristic,
+    moving_average,
+    truncate,
+)
 from jspec.drafters.small_model import first_layers, small_model
 from jspec.drafters.suffix import suffix
 from jspec.drafters.suffix import tree as suffix_tree
@@ -33,6 +32,7 @@ __all__ = [
     "by_score",
     "confident",
     "eagle",
+    "either",
     "fallback",
     "first",
     "first_layers",

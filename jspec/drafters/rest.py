@@ -41,9 +41,9 @@ def rest(
             f"{nodes} nodes, depth {depth}, {candidates} candidates, n-grams of {shortest}"
             f" .. {longest}; need at least 2, 1, 1, and 1 <= shortest <= longest"
         )
-    size = jnp.arange(1, longest + 1)
 
     def one(params: store.Store, tokens: Array, length: Array):
+        size = jnp.arange(1, longest + 1)
         hits = store.search(params, tokens, length, longest, candidates, depth)
         usable = (hits.count > 0) & (size >= shortest)
         at = jnp.max(jnp.where(usable, size, 0)) - 1

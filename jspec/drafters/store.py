@@ -191,9 +191,8 @@ def _range(store: Store, tokens: Array, length: Array, longest: int):
         return jnp.where(jnp.any(apart, -1), less, below)
 
     total = stored.shape[0]
-    below = jnp.array(
-        [[False], [True]]
-    )  # equal ones: the lower end stops, the upper goes on
+    # At equal ones the search for the lower end stops, that for the upper goes on.
+    below = jnp.array([[False], [True]])
 
     def halve(_, ends):
         low, high = ends

@@ -7,7 +7,6 @@ import pytest
 
 import jspec
 from jspec import drafters, sampling
-from jspec.drafters.combine import either
 from jspec.types import POINT_MASS, Block, Drafter, DraftShape, Law, Verdict, chain
 
 VOCAB = 11
@@ -97,7 +96,7 @@ def test_by_score_asks_the_first_ones_state():
 
 
 def test_each_gets_the_features_of_its_own_taps():
-    both = either(
+    both = drafters.either(
         fixed(SHORT, taps=(0, 1)),
         fixed(LONG, taps=(2,)),
         lambda s, b: jnp.ones(2, bool),
