@@ -19,6 +19,7 @@ from rich.progress import Progress
 from jspec import record, report, text, trial, verify
 from jspec.compilation import enable_cache
 from jspec.drafters import load_drafter
+from jspec.drafters.loading import PLAIN
 from jspec.models import Model, load
 from jspec.prompts import Question, load_prompts
 from jspec.record import Method, Settings
@@ -60,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--drafter",
         default="ngram",
-        help="ngram, none, or a model as for --target, which drafts as a small model",
+        help=f"{', '.join(PLAIN)}, none, a folder with a head, or a model as for "
+        "--target, which drafts as a small model",
     )
     add(
         "--rule",
@@ -174,11 +176,16 @@ def run(
     methods: Sequence[Method],
     questions: Sequence[Question],
     settings: Settings | None = None,
+    more: Callable[[Method, Sequence[trial.Pair]], dict] = lambda method, pairs: {},
 ) -> list[dict]:
     """Runs every method against plain decoding, prints tables, appends JSON lines.
 
     Each line is on disk before the next method begins; Ctrl-C prints what is finished
     and is raised again.
+
+    Args:
+      model, methods, questions, settings: what is run, and how.
+      more: further fields for a method's line.
 
     Returns:
       One record a method, with the fields of its JSON line.
@@ -200,6 +207,7 @@ def run(
             try:
                 _duel(model, one, given, slots, settings, pairs)
                 done = record.record(model, one, pairs, slots, settings)
+                done |= more(one, pairs)
             except KeyboardInterrupt:
                 messages.print(f"interrupted; {len(records)} methods are finished")
                 if pairs:

@@ -73,6 +73,10 @@ class KVCache:
         """The cache of the first ``length [B]`` tokens (at most the present length)."""
         return dataclasses.replace(self, length=length)
 
+    def first(self, layers: int) -> KVCache:
+        """The cache of the first ``layers`` layers; arrays are shared."""
+        return dataclasses.replace(self, k=self.k[:layers], v=self.v[:layers])
+
 
 def init(
     layers: int, batch: int, kv_heads: int, head_dim: int, slots: int, dtype
@@ -124,6 +128,10 @@ class LatentCache:
     def rewind(self, length: Array) -> LatentCache:
         """The cache of the first ``length [B]`` tokens (at most the present length)."""
         return dataclasses.replace(self, length=length)
+
+    def first(self, layers: int) -> LatentCache:
+        """The cache of the first ``layers`` layers; arrays are shared."""
+        return dataclasses.replace(self, latent=self.latent[:layers])
 
 
 def init_latent(layers: int, batch: int, dim: int, slots: int, dtype) -> LatentCache:

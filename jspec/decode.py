@@ -19,7 +19,7 @@ from jspec import tree, verify
 from jspec.commit import commit, cut
 from jspec.prefill import fill_cache
 from jspec.sampling import Sampling
-from jspec.state import LENGTH, RUNNING, Info, Params, State, pending
+from jspec.state import LENGTH, RUNNING, Info, Params, State, context, pending
 from jspec.types import (
     POINT_MASS,
     Array,
@@ -40,9 +40,9 @@ def no_drafts() -> Drafter:
     return _NO_DRAFTS
 
 
-def _propose_nothing(params, state, key, context):
+def _propose_nothing(params, state, key, seen):
     del params, key
-    return chain(pending(context)[:, None]), state
+    return chain(pending(seen)[:, None]), state
 
 
 _NO_DRAFTS = Drafter(
@@ -95,11 +95,11 @@ def prefill(
         taps=drafter.shape.taps,
         dtype=dtype,
     )
-    context = Context(tokens, length, sampling, features)
+    seen = Context(tokens, length, sampling, features)
     zeros = jnp.zeros_like(length)
     return State(
         cache=cache,
-        draft=drafter.init(params.draft, context),
+        draft=drafter.init(params.draft, seen),
         sampling=sampling,
         tokens=tokens,
         length=length,
@@ -132,8 +132,7 @@ def decode_round(
     """
     depth = drafter.shape.depth
     k_draft, k_judge = smp.row_keys(state.sampling, state.round)
-    context = Context(state.tokens, state.length, state.sampling)
-    block, draft = drafter.propose(params.draft, state.draft, k_draft, context)
+    block, draft = drafter.propose(params.draft, state.draft, k_draft, context(state))
     mask = tree.ancestors(block.parent)
     block = _within_budget(block, mask, state)
 

@@ -16,8 +16,9 @@ from jspec import sampling as smp
 from jspec.drafters.draft import Draft
 from jspec.generation import prepare
 from jspec.models import Model
+from jspec.state import context
 from jspec.text import Prompt
-from jspec.types import Context, Rule
+from jspec.types import Rule
 
 
 class Drawn(NamedTuple):
@@ -62,8 +63,7 @@ def rounds(
     @jax.jit
     def propose(params, state):
         key, _ = smp.row_keys(state.sampling, state.round)
-        context = Context(state.tokens, state.length, state.sampling)
-        return draft.drafter.propose(params, state.draft, key, context)[0]
+        return draft.drafter.propose(params, state.draft, key, context(state))[0]
 
     state, found = request.prefill(), []
     for _ in range(count):

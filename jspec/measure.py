@@ -22,12 +22,11 @@ from jspec import sampling as smp
 from jspec.drafters.draft import Draft
 from jspec.generation import Request, prepare
 from jspec.models import Model
-from jspec.state import State
+from jspec.state import State, context
 from jspec.timing import Loop, copy_bandwidth
 from jspec.types import (
     Array,
     Block,
-    Context,
     Drafter,
     Feedback,
     Rule,
@@ -253,8 +252,7 @@ def _feedback(request: Request, state: State) -> Feedback:
 
 def _propose(drafter: Drafter, params, state: State):
     key, _ = smp.row_keys(state.sampling, state.round)
-    context = Context(state.tokens, state.length, state.sampling)
-    return drafter.propose(params.draft, state.draft, key, context)
+    return drafter.propose(params.draft, state.draft, key, context(state))
 
 
 def _judge(target: Target, drafter: Drafter, rule: Rule, params, state: State, block):

@@ -76,6 +76,11 @@ def pending(context: Context) -> Array:
     return jnp.take_along_axis(context.tokens, last[:, None], axis=1)[:, 0]
 
 
+def context(state: State) -> Context:
+    """What a drafter sees of ``state`` in a round."""
+    return Context(state.tokens, state.length, state.sampling, cache=state.cache)
+
+
 @functools.partial(jax.jit, donate_argnames="state")
 def truncate(state: State, length: Array, reason: Array) -> State:
     """Cuts rows to ``length [B]`` committed tokens, as if no more had been emitted.

@@ -141,12 +141,15 @@ class Context:
         at the same temperature (see ``jspec.sampling.Sampling``).
       features: ``[B, T, F]`` tapped target features of positions ``< length - 1``; only
         after prefill and only for drafters that ask for taps.
+      cache: the target's cache, to be read by a drafter that is a part of the target;
+        in every round, but not after prefill.
     """
 
     tokens: Array
     length: Array
     sampling: Any
     features: Array | None = None
+    cache: Any = None
 
 
 @struct.dataclass
@@ -201,7 +204,8 @@ class DraftShape(NamedTuple):
 
     Attributes:
       nodes: N, root included.
-      depth: G, the longest path; a chain has ``nodes == depth + 1``.
+      depth: G, the longest path that may be kept, so probe nodes do not count; a chain
+        has ``nodes == depth + 1``.
       taps: target layers whose features it wants (see ``Target.score``).
       dense: does the block carry ``q``, or are its tokens point masses?
       widths: ascending sizes below ``nodes``. A round whose live nodes all lie among

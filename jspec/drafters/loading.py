@@ -9,27 +9,40 @@ from jspec.drafters import eagle, growth, mtp
 from jspec.drafters.draft import Draft
 from jspec.drafters.growth import Grower
 from jspec.drafters.heads import Blockwise, Medusa, blockwise, medusa
+from jspec.drafters.lookahead import jacobi, lookahead
 from jspec.drafters.ngram import ngram
+from jspec.drafters.ngram_tree import ngram_tree
 from jspec.drafters.published_eagle import Head
 from jspec.drafters.published_mtp import load_mtp
 from jspec.drafters.reading import AnyHead, reader
 from jspec.drafters.small_model import small_model
+from jspec.drafters.suffix import suffix
 from jspec.models import Model, load
 from jspec.models.load import fetch
 from jspec.tree import Topology
+
+# Drafters that need neither weights nor a target.
+PLAIN = {
+    "ngram": ngram,
+    "ngram-tree": ngram_tree,
+    "suffix": suffix,
+    "lookahead": lookahead,
+    "jacobi": jacobi,
+}
 
 
 def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
     """A drafter for ``target``.
 
     Args:
-      name: ``"ngram"``; a folder or Hub id of an EAGLE head, Medusa or blockwise heads
-        or a prediction module; the target's own folder, if that holds prediction
-        modules; a loaded ``Model``; or whatever ``jspec.load`` takes (an alias, a
-        folder, a file, a Hub id), which is then an independent small model.
+      name: one of ``PLAIN``, such as ``"ngram"``; a folder or Hub id of an EAGLE head,
+        Medusa or blockwise heads or a prediction module; the target's own folder, if
+        that holds prediction modules; a loaded ``Model``; or whatever ``jspec.load``
+        takes (an alias, a folder, a file, a Hub id), which is then an independent small
+        model.
       target: the model it will draft for.
-      **options: passed to the drafter: ``gamma`` for all; ``longest``, ``shortest`` and
-        ``pick`` for ``ngram``; for heads ``grower`` (see ``jspec.drafters.growth``),
+      **options: passed to the drafter: ``gamma`` for all but trees; for one of ``PLAIN``
+        its own arguments; for heads ``grower`` (see ``jspec.drafters.growth``),
         without which, or ``gamma``, they grow a dynamic tree, and prediction modules a
         chain of 3; ``grower`` may be a ``Topology`` too.
 
@@ -38,8 +51,8 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
         options out of range.
       TypeError: an option that the drafter does not have.
     """
-    if name == "ngram":
-        return Draft(ngram(**options), name="ngram")
+    if isinstance(name, str) and name in PLAIN:
+        return Draft(PLAIN[name](**options), name=name)
     if isinstance(name, (str, Path)):
         folder = fetch(str(name), pickled=True)
         config = _config(folder)

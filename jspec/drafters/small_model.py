@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 from jspec import sampling as smp
 from jspec.models import Model, target
 from jspec.prefill import fill_cache
+from jspec.state import pending
 from jspec.types import (
     Array,
     Context,
@@ -29,16 +32,28 @@ from jspec.types import (
 )
 
 
+@struct.dataclass
+class Drafting:
+    """State: the model's cache, and the root and drafts ``[B, G + 1]`` of this round.
+
+    Their rows are in the cache beyond its length. Between rounds there are none, -1.
+    """
+
+    cache: Any
+    drafted: Array
+
+
 @functools.cache
 def small_model(
     model: Target, vocab_size: int, gamma: int = 4, chunk: int = 64, dtype=jnp.float32
 ) -> Drafter:
     """Drafts a chain with a language model of its own.
 
-    The state is the model's cache. Drafting appends the rows of its own guesses at
-    their final slots; the update then keeps the accepted ones by setting the length, so
-    nothing is computed twice. The last draft is fed too, though nothing is drawn from
-    it: after full acceptance its row is needed, and without the head it is cheap.
+    Drafting appends the rows of its own guesses at their final slots; the update then
+    keeps the accepted ones by setting the length, so nothing is computed twice. The last
+    draft is fed too, though nothing is drawn from it: after full acceptance its row is
+    needed, and without the head it is cheap. Committed tokens that somebody else drafted
+    are read before the next draft.
 
     Args:
       model: the drafting model's functions; its weights are the drafter's params.
@@ -56,7 +71,7 @@ def small_model(
 
     def init(params, context: Context):
         slots = context.tokens.shape[1] + gamma + 1
-        return fill_cache(
+        cache, _ = fill_cache(
             model,
             params,
             context.tokens,
@@ -64,12 +79,12 @@ def small_model(
             slots=slots,
             chunk=chunk,
             dtype=dtype,
-        )[0]
+        )
+        return Drafting(cache, jnp.full((len(context.length), gamma + 1), -1))
 
-    def propose(params, cache, key, context: Context):
-        at = jnp.maximum(context.length - 1, 0)[:, None]
-        token = jnp.take_along_axis(context.tokens, at, axis=1)[:, 0]
-        start = cache.length
+    def propose(params, state: Drafting, key, context: Context):
+        cache = _read(model, params, state.cache, context)
+        token, start = pending(context), cache.length
 
         def step(carry, keys):
             cache, token = carry
@@ -81,14 +96,16 @@ def small_model(
         keys = jax.vmap(lambda k: jax.random.split(k, gamma), out_axes=1)(key)
         (cache, last), (drafts, laws) = lax.scan(step, (cache, token), keys)
         _, cache = _feed(model, params, cache, last, rows="none")
-        tokens = jnp.concatenate([token[None], drafts])
+        tokens = jnp.concatenate([token[None], drafts]).swapaxes(0, 1)
         laws = jnp.pad(laws, ((0, 1), (0, 0), (0, 0)))
-        block = chain(tokens.swapaxes(0, 1), law=Law(q=laws.swapaxes(0, 1)))
-        return block, cache.rewind(start)
+        block = chain(tokens, law=Law(q=laws.swapaxes(0, 1)))
+        return block, Drafting(cache.rewind(start), tokens)
 
-    def update(params, cache, feedback: Feedback):
+    def update(params, state: Drafting, feedback: Feedback):
         del params
-        return cache.rewind(cache.length + feedback.verdict.n_accept + 1)
+        length = state.cache.length + _kept(state.drafted, feedback)
+        none = jnp.full_like(state.drafted, -1)
+        return Drafting(state.cache.rewind(length), none)
 
     shape = DraftShape(nodes=gamma + 1, depth=gamma, dense=True)
     return Drafter(shape, init, propose, update)
@@ -117,11 +134,34 @@ def first_layers(model: Model, count: int) -> Model:
     )
 
 
-def _feed(model: Target, params, cache, token: Array, rows="all"):
-    """Feeds one token a sequence: ``(logits [B, 1, V'], cache)``."""
+def _read(model: Target, params, cache, context: Context):
+    """The cache with the rows of all committed tokens but the pending one."""
+
+    def behind(cache) -> Array:
+        return cache.length < context.length - 1
+
+    def step(cache):
+        at = jnp.minimum(cache.length, context.tokens.shape[1] - 1)[:, None]
+        token = jnp.take_along_axis(context.tokens, at, axis=1)[:, 0]
+        return _feed(model, params, cache, token, "none", behind(cache))[1]
+
+    return lax.while_loop(lambda cache: jnp.any(behind(cache)), step, cache)
+
+
+def _kept(drafted: Array, feedback: Feedback) -> Array:
+    """How many rows ``[B]`` of root and drafts are now rows of committed tokens."""
+    path = feedback.verdict.path[:, : drafted.shape[1]]
+    drafted = drafted[:, : path.shape[1]]
+    token = jnp.take_along_axis(feedback.block.token, jnp.maximum(path, 0), axis=1)
+    same = (path >= 0) & (token == drafted)
+    return jnp.sum(jnp.cumprod(same, -1, dtype=jnp.int32), -1)
+
+
+def _feed(model: Target, params, cache, token: Array, rows="all", count: Any = 1):
+    """Feeds one token a sequence, or none: ``(logits [B, 1, V'], cache)``."""
     out = model.score(params, cache, chain(token[:, None]), rows=rows)
     root = jnp.zeros((token.shape[0], 1), jnp.int32)
-    return out.logits, cache.append(out.kv, root, jnp.ones_like(token))
+    return out.logits, cache.append(out.kv, root, jnp.broadcast_to(count, token.shape))
 
 
 def _fit(logits: Array, vocab_size: int) -> Array:

@@ -37,6 +37,20 @@ def test_acceptance_returns_after_forced_rejections():
     assert state.emitted[0, 10:15].tolist() == [4] * 5
 
 
+def test_tokens_that_others_drafted_are_read_before_the_next_draft():
+    """After rounds of another drafter the model is as right as ever."""
+    copier = jspec.Draft(drafters.ngram(2, 1, 1), name="ngram")
+    draft = drafters.fallback(copier, jspec.load_drafter(MODEL, MODEL, gamma=3))
+    request = jspec.prepare(MODEL, draft, [[1, 2, 3]], max_new_tokens=60, eos_ids=())
+    state = request.run(request.prefill(), jnp.int32(14))
+    proposed = state.proposed[0, :14].tolist()
+    emitted = state.emitted[0, :14].tolist()
+    pairs = list(zip(proposed, emitted, strict=True))
+    assert {n for p, n in pairs if p == 3} == {4}
+    first = proposed.index(2)  # a round of the other one, with more of ours after it
+    assert 3 in proposed[first:]
+
+
 def test_a_nan_draft_falls_back_to_the_target():
     bad = tiny.model(seed=4)
     params = bad.params.replace(final_norm=bad.params.final_norm * jnp.nan)
