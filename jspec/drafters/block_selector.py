@@ -47,8 +47,7 @@ def selected(
 
     def step(previous: Array, row):
         value, ids, aim, keys = row
-        code = joint.predecessor[previous] * aim
-        score = value + jnp.einsum("br,bcr->bc", code, joint.successor[ids])
+        score = value + _bilinear(joint, previous, aim, ids)
         few = smp.draft_law(score, sampling)
         at = jax.vmap(smp.draw)(jax.vmap(jax.random.uniform)(keys), few)
         token = jnp.take_along_axis(ids, at[:, None], 1)[:, 0]
@@ -59,6 +58,19 @@ def selected(
     spread = jax.vmap(jax.vmap(lambda ids, p, row: jnp.zeros_like(row).at[ids].set(p)))
     law = spread(ids, jnp.moveaxis(few, 0, 1), unary)
     return Drafts(jnp.moveaxis(token, 0, 1), law)
+
+
+def scores(
+    joint: Selector, unary: Array, hidden: Array, previous: Array
+) -> tuple[Array, Array]:
+    """Scores and ids ``[n, C]`` of the candidates after known tokens ``previous [n]``."""
+    value, ids = lax.top_k(unary, joint.count)
+    return value + _bilinear(joint, previous, linear(hidden, joint.project), ids), ids
+
+
+def _bilinear(joint: Selector, previous: Array, aim: Array, ids: Array) -> Array:
+    code = joint.predecessor[previous] * aim
+    return jnp.einsum("br,bcr->bc", code, joint.successor[ids])
 
 
 def init(key: Array, vocab: int, width: int, rank: int, count: int = 16) -> Selector:
