@@ -1,6 +1,6 @@
 """Who drafts. One file per family; each gives a ``Drafter`` of four fields."""
 
-from jspec.drafters import eagle, growth
+from jspec.drafters import dflash, eagle, growth
 from jspec.drafters.draft import Draft
 from jspec.drafters.heads import blockwise, medusa
 from jspec.drafters.hydra import hydra
@@ -13,6 +13,7 @@ from jspec.drafters.small_model import first_layers, small_model
 __all__ = [
     "Draft",
     "blockwise",
+    "dflash",
     "eagle",
     "first",
     "first_layers",

@@ -1,4 +1,4 @@
-"""``config.json`` of published block-diffusion drafters <-> ``Design``.
+"""``config.json`` of published block-diffusion drafters -> ``Design``.
 
 Four layouts. z-lab's and SpecForge's keep what is the drafter's own in ``dflash_config``,
 DeepSpec's beside the layers' sizes, and the speculators library has a scheme for all its
@@ -11,24 +11,29 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jspec.drafters import block_reach, block_selector, dflash, dspark, tensors
+from jspec.drafters import (
+    block_reach,
+    block_selector,
+    dflash,
+    domino,
+    dspark,
+)
 from jspec.drafters.diffusion import Design
 from jspec.models.config import Config
-from jspec.models.hf import config_from_hf, config_to_hf
+from jspec.models.hf import config_from_hf
 from jspec.models.hf_experts import need
 
 ZLAB, SPECFORGE, DEEPSPEC = "zlab", "specforge", "deepspec"
 SPECULATORS = "speculators"
 LAYOUTS = (ZLAB, SPECFORGE, DEEPSPEC, SPECULATORS)
 
-_REACH = {
+REACH = {
     ZLAB: block_reach.by_row,
     SPECFORGE: block_reach.context_only,
     DEEPSPEC: block_reach.by_row,
     SPECULATORS: block_reach.by_anchor,
 }
 _SPECULATORS_TYPES = ("dflash", "dflash2", "dspark")
-_SELECTOR = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
 
 
 def is_dflash(config: dict) -> bool:
@@ -36,7 +41,8 @@ def is_dflash(config: dict) -> bool:
     if "speculators_model_type" in config:
         return config["speculators_model_type"] in _SPECULATORS_TYPES
     names = config.get("architectures") or []
-    own = any("DFlash" in name or "DSpark" in name for name in names)
+    kinds = ("DFlash", "DSpark", "DominoDraft")
+    own = any(kind in name for kind in kinds for name in names)
     return own or "dflash_config" in config
 
 
@@ -97,7 +103,7 @@ def design_of(hf: dict, folder: Any, target_layers: int) -> Design:
         next_token=next_token,
         causal=_causal(hf, given, layout, config),
         choose=choose,
-        reach=_REACH[layout],
+        reach=REACH[layout],
         link=link,
         embed_scale=float(given.get("input_embedding_scale", 1.0)),
         output_scale=float(given.get("output_multiplier", 1.0)),
@@ -122,6 +128,8 @@ def _layers(hf: dict, given: dict) -> Config:
 def _choice(given: dict, folder: Any):
     """``Design.choose`` and ``Design.link``."""
     projector = given.get("projector_type") or ""
+    if projector == "domino":
+        return dspark.left_to_right, domino.gru
     if projector not in ("", "dflash", "dspark"):
         raise ValueError(f"{folder}: projector_type {projector!r} is not supported")
     if "selector_rank" in given:
@@ -141,6 +149,8 @@ def _is_next_token(hf: dict, given: dict, layout: str) -> bool:
         return bool(given["sample_from_anchor"])
     if layout == SPECULATORS:
         return hf["speculators_model_type"] == "dspark"
+    if given.get("projector_type") == "domino":
+        return bool(given.get("shift_label"))
     return layout == DEEPSPEC or given.get("projector_type") == "dspark"
 
 
@@ -168,129 +178,3 @@ def _causal(hf: dict, given: dict, layout: str, config: Config) -> tuple[bool, .
         return (False,) * config.layers if whole else slides
     said = given.get("is_causal", given.get("causal"))
     return slides if said is None else (bool(said),) * config.layers
-
-
-# --- back -------------------------------------------------------------------------------
-
-
-def config_of(
-    design: Design, layout: str, target_layers: int, draft_vocab: int, facts: dict
-) -> dict:
-    """A ``config.json`` that says what ``design`` is.
-
-    Args:
-      draft_vocab: ids that are drafted.
-      facts: sizes of the weights, by the names that configs use.
-
-    Raises:
-      ValueError: the layout cannot say it.
-    """
-    _check_place(design, layout, facts)
-    layers = config_to_hf(
-        dataclasses.replace(design.config, tie_embeddings=False, final_softcap=None)
-    )
-    own = _own(design, layout, facts)
-    shape: dict[str, Any] = {
-        "block_size": design.block,
-        "mask_token_id": design.mask_id,
-    }
-    if layout == SPECULATORS:
-        return _speculators(design, layers, draft_vocab, shape | own)
-    shape["target_layer_ids"] = [t - 1 for t in design.taps]
-    layers["num_target_layers"] = target_layers
-    layers |= _causality(design)
-    name = "DSpark" if facts.get("markov_rank") else "DFlash"
-    if layout == DEEPSPEC:
-        return layers | own | shape | {"architectures": [f"Qwen3{name}Model"]}
-    name += "2" if "selector_rank" in facts else ""
-    block_size = shape.pop("block_size")
-    module = name.lower().removesuffix("2")
-    return layers | {
-        "architectures": [f"{name}DraftModel"],
-        "auto_map": {"AutoModel": f"{module}.{name}DraftModel"},
-        "block_size": block_size,
-        "dflash_config": shape | own,
-    }
-
-
-def _check_place(design: Design, layout: str, facts: dict) -> None:
-    """Refuses what a layout has no words for."""
-
-    def refuse(what: str):
-        raise ValueError(f"the {layout} layout has no place for {what}")
-
-    config = design.config
-    if config.family != "qwen3" and layout != SPECULATORS:
-        refuse(f"{config.family} layers; all its readers have those of qwen3")
-    if any(config.windows) and design.reach is not _REACH[layout]:
-        refuse(f"windows as {design.reach.__name__} cuts them")
-    spark, selector = facts.get("markov_rank"), "selector_rank" in facts
-    if layout == ZLAB and (spark or "enable_confidence_head" in facts):
-        refuse("a Markov or confidence head")
-    if layout in (ZLAB, SPECFORGE) and design.next_token != bool(spark):
-        refuse(
-            "rows that guess the next token"
-            if design.next_token
-            else "a Markov head on rows that guess their own position"
-        )
-    if layout in (SPECFORGE, DEEPSPEC) and selector:
-        refuse("a candidate selector")
-    if layout == DEEPSPEC and not design.next_token:
-        refuse("rows that guess their own position")
-    scaled = (design.embed_scale, design.output_scale, config.final_softcap)
-    if layout != ZLAB and scaled != (1.0, 1.0, None):
-        refuse("factors on embeddings or logits")
-
-
-def _own(design: Design, layout: str, facts: dict) -> dict:
-    """What is the drafter's own, besides its shape."""
-    if layout == SPECFORGE:
-        extra = {"projector_type": "dspark"} if facts.get("markov_rank") else {}
-        return {"attention_mode": "gqa"} | extra | facts
-    if layout == DEEPSPEC:
-        rank = {"markov_rank": 0, "enable_confidence_head": False, "num_anchors": 512}
-        return rank | facts
-    scale = {
-        "input_embedding_scale": design.embed_scale,
-        "output_multiplier": design.output_scale,
-    }
-    changed = {k: v for k, v in scale.items() if v != 1.0}
-    if design.config.final_softcap is not None:
-        changed["final_logit_softcapping"] = design.config.final_softcap
-    return facts | changed
-
-
-def _causality(design: Design) -> dict:
-    """``is_causal``, where the layers' windows do not say it already."""
-    if design.causal == tuple(w is not None for w in design.config.windows):
-        return {}
-    if len(set(design.causal)) > 1:
-        raise ValueError(
-            f"layers that are causal as {list(design.causal)}: the layout says it of all "
-            "layers at once, or of those with a window"
-        )
-    return {"is_causal": design.causal[0]}
-
-
-def _speculators(design: Design, layers: dict, draft_vocab: int, own: dict) -> dict:
-    kind = "dspark" if own.get("markov_rank") else "dflash"
-    kind = "dflash2" if "selector_rank" in own else kind
-    slides = [w is not None for w in design.config.windows]
-    if any(design.causal) and list(design.causal) != slides:
-        raise ValueError("the speculators layout lets only sliding layers be causal")
-    name = {"dspark": "DSpark", "dflash": "DFlash", "dflash2": "DFlash2"}[kind]
-    library = tensors.speculators_config(kind, layers["architectures"], design.most)
-    return (
-        library
-        | own
-        | {
-            "architectures": [f"{name}DraftModel"],
-            "transformer_layer_config": layers,
-            "draft_vocab_size": draft_vocab,
-            "aux_hidden_state_layer_ids": list(design.taps),
-            "target_hidden_size": None,
-            "sliding_window_non_causal": any(slides) and not any(design.causal),
-            "sample_from_anchor": design.next_token,
-            "tie_word_embeddings": False,
-        }
-    )

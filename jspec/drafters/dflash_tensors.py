@@ -11,6 +11,7 @@ from jspec.drafters.block_conv import Conv, Convs
 from jspec.drafters.block_selector import Selector
 from jspec.drafters.dflash_configs import DEEPSPEC, SPECULATORS
 from jspec.drafters.diffusion import Design, Weights
+from jspec.drafters.domino import Domino, gru
 from jspec.drafters.dspark import Confidence, Markov, gated, rnn, vanilla
 from jspec.models import Model, names
 from jspec.models.names import Place
@@ -26,6 +27,13 @@ _ALIASES = {
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
     **{f"{name}.weight": name for name in _CODEBOOKS},
 }
+# Domino.after, mix, enter, stay
+_DOMINO = (
+    "embed_proj.2.weight",
+    "embed_proj.0.weight",
+    "prefix_gru.weight_ih_l0",
+    "prefix_gru.weight_hh_l0",
+)
 _MIX: dict[Any, str] = {gated: "markov_head.gate_proj", rnn: "markov_head.joint_proj"}
 
 
@@ -93,7 +101,18 @@ def _joint_shapes(design: Design, found: dict, vocab: int, reduced: int) -> dict
         out |= dict.fromkeys(_CODEBOOKS, (vocab, rank))
         out["candidate_selector.hidden_projection.weight"] = (rank, width)
     rank = 0
-    if design.link is not None:
+    if design.link is gru:
+        stay = found.get("prefix_gru.weight_hh_l0", np.zeros((0, 0)))
+        code = len(found.get("embed_proj.0.weight", ()))
+        state = stay.shape[-1]
+        shapes = (
+            (vocab, code),
+            (code, width + state),
+            (3 * state, width),
+            (3 * state, state),
+        )
+        out |= dict(zip(_DOMINO, shapes, strict=True))
+    elif design.link is not None:
         w1, w2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
         rank = found[w1].shape[-1] if w1 in found else 0
         out |= {w1: (vocab, rank), w2: (reduced, rank)}
@@ -110,20 +129,31 @@ def _joint_shapes(design: Design, found: dict, vocab: int, reduced: int) -> dict
     return out
 
 
-def joint(design: Design, layout: str, get, ids, count: int):
+def joint(design: Design, layout: str, get, ids, given: dict, embed):
     """What joins a block's guesses; ``get`` gives an array by its key, or None.
 
-    ``count`` is the number of candidates of a selector.
+    Args:
+      ids: target ids of a draft vocabulary, or None.
+      given: the config, whose fields no tensor tells.
+      embed: the target's embedding.
     """
+
+    def drafted(after):
+        own = layout == SPECULATORS or ids is None
+        return after if own else after[jnp.asarray(ids)]
+
     if get(_CODEBOOKS[0]) is not None:
         before, after = map(get, _CODEBOOKS)
         project = get("candidate_selector.hidden_projection.weight")
+        count = given.get("selector_top_k", 16)
         return Selector(before, after, project, count=count)
     if design.link is None:
         return None
-    after = get("markov_head.markov_w2.weight")
-    if layout != SPECULATORS and ids is not None:
-        after = after[jnp.asarray(ids)]
+    if design.link is gru:
+        after, *others = map(get, _DOMINO)
+        pure = given.get("pure_draft_prefix_len", 0)
+        return Domino(embed, drafted(after), *others, pure=pure)
+    after = drafted(get("markov_head.markov_w2.weight"))
     name = _MIX.get(design.link, "")
     mix = get(f"{name}.weight"), get(f"{name}.bias")
     return Markov(get("markov_head.markov_w1.weight"), after, *mix)
@@ -169,13 +199,18 @@ def joint_tensors(design: Design, weights: Weights, layout: str) -> dict:
     if isinstance(head, Selector):
         out |= dict(zip(_CODEBOOKS, (head.predecessor, head.successor), strict=True))
         out["candidate_selector.hidden_projection.weight"] = head.project
-    if isinstance(head, Markov):
+    after = None
+    if isinstance(head, (Markov, Domino)):
         after, ids = np.asarray(head.after), weights.to_target
         if layout != SPECULATORS and ids is not None:
             # Readers that know no draft vocabulary expect a row for every token.
             whole = np.zeros((weights.embed.shape[0], after.shape[1]), after.dtype)
             whole[np.asarray(ids)] = after
             after = whole
+    if isinstance(head, Domino):
+        arrays = after, head.mix, head.enter, head.stay
+        out |= dict(zip(_DOMINO, arrays, strict=True))
+    if isinstance(head, Markov):
         out["markov_head.markov_w1.weight"] = head.before
         out["markov_head.markov_w2.weight"] = after
         if design.link in _MIX:
@@ -202,6 +237,9 @@ def facts(design: Design, weights: Weights) -> dict[str, Any]:
     if isinstance(head, Selector):
         found["selector_rank"] = head.predecessor.shape[1]
         found["selector_top_k"] = head.count
+    if isinstance(head, Domino):
+        found["emb_dim"], found["gru_hidden_dim"] = len(head.mix), head.stay.shape[1]
+        found["pure_draft_prefix_len"] = head.pure
     if isinstance(head, Markov):
         found["markov_rank"] = head.before.shape[1]
         found["markov_head_type"] = (design.link or vanilla).__name__

@@ -37,6 +37,10 @@ class Markov:
     mix: Any = None
     mix_bias: Any = None
 
+    def start(self, batch: int) -> Array:
+        """The state before the first token."""
+        return jnp.zeros((batch, self.before.shape[1]))
+
 
 @struct.dataclass
 class Confidence:
@@ -86,9 +90,10 @@ def left_to_right(
 ) -> Drafts:
     """Draws a block's tokens one after the other.
 
-    Arguments as of ``dflash.independent``.
+    ``params.joint`` is a ``Markov`` or a ``domino.Domino``. Arguments as of
+    ``dflash.independent``.
     """
-    joint: Markov = params.joint
+    joint = params.joint
     assert design.link is not None
     link, ids = design.link, params.to_target
     base = logits(design, params, hidden)
@@ -103,7 +108,7 @@ def left_to_right(
         token = jax.vmap(smp.draw)(jax.vmap(jax.random.uniform)(keys), law)
         return (s, token if ids is None else ids[token]), (token, law, e)
 
-    start = jnp.zeros((anchor.shape[0], joint.before.shape[1]), hidden.dtype), anchor
+    start = joint.start(anchor.shape[0]), anchor
     rows = jnp.moveaxis(hidden, 1, 0), jnp.moveaxis(base, 1, 0), keys
     _, out = lax.scan(step, start, rows)
     token, law, e = (jnp.moveaxis(x, 0, 1) for x in out)
@@ -113,7 +118,7 @@ def left_to_right(
     return Drafts(token, law, chance)
 
 
-def codes(link, joint: Markov, previous: Array, hidden: Array) -> tuple[Array, Array]:
+def codes(link, joint: Any, previous: Array, hidden: Array) -> tuple[Array, Array]:
     """What a known path says of every row: ``z`` and the previous tokens' codes.
 
     Args:
@@ -121,7 +126,7 @@ def codes(link, joint: Markov, previous: Array, hidden: Array) -> tuple[Array, A
       hidden: ``[B, R, M]`` normed rows.
 
     Returns:
-      Two arrays ``[B, R, r]``; ``z W2^T`` is added to the logits.
+      Two arrays ``[B, R, ..]``; ``z W2^T`` is added to the logits.
     """
     e = joint.before[previous]
 
@@ -129,7 +134,7 @@ def codes(link, joint: Markov, previous: Array, hidden: Array) -> tuple[Array, A
         return link(joint, s, *row)
 
     rows = jnp.moveaxis(e, 1, 0), jnp.moveaxis(hidden, 1, 0)
-    _, z = lax.scan(step, jnp.zeros_like(e[:, 0]), rows)
+    _, z = lax.scan(step, joint.start(len(previous)), rows)
     return jnp.moveaxis(z, 0, 1), e
 
 

@@ -14,7 +14,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.drafters import dflash_configs, dflash_tensors, tensors
+from jspec.drafters import (
+    dflash_configs,
+    dflash_configs_out,
+    dflash_tensors,
+    tensors,
+)
 from jspec.drafters.dflash_configs import DEEPSPEC, SPECULATORS
 from jspec.drafters.dflash_tensors import COPIES
 from jspec.drafters.diffusion import Design, Weights
@@ -103,7 +108,7 @@ def save_dflash(head: BlockHead, folder: str | Path, dtype=jnp.bfloat16) -> Path
     if ids is not None and layout == SPECULATORS:
         arrays |= tensors.id_maps(np.asarray(ids), vocab)
     draft_vocab = vocab if ids is None else len(ids)
-    config = dflash_configs.config_of(
+    config = dflash_configs_out.config_of(
         design,
         layout,
         head.target_layers,
@@ -129,7 +134,7 @@ def _weights(
         return jnp.asarray(kept[key], dtype) if key in kept else None
 
     head = get("lm_head.weight") if layout == SPECULATORS else None
-    count = (hf | (hf.get("dflash_config") or {})).get("selector_top_k", 16)
+    given = hf | (hf.get("dflash_config") or {})
     sure = dflash_tensors.confidence(get)
     if sure is not None:
         temperature = _read_temperatures(folder, design.most)
@@ -140,7 +145,9 @@ def _weights(
         head=target_head(target, ids) if head is None else head,
         fc=get("fc.weight"),
         to_target=None if ids is None else jnp.asarray(ids),
-        joint=dflash_tensors.joint(design, layout, get, ids, count),
+        joint=dflash_tensors.joint(
+            design, layout, get, ids, given, target.params.embed
+        ),
         confidence=sure,
         convs=dflash_tensors.convs(design, get),
         **top,

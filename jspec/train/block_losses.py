@@ -62,6 +62,24 @@ def cross_entropy(
     return mean(rated.surprise, weight, mask)
 
 
+def corrected(
+    final: Rated,
+    base: Rated,
+    weight: Array,
+    mask: Array,
+    mean: Mean = over_weights,
+    *,
+    share: float,
+) -> Array:
+    """Domino's loss: ``(1 - share) CE(final) + share CE(base)``.
+
+    ``base`` is the block before its correction; SpecForge lets its share fall from 1 to 0
+    over the first half of training.
+    """
+    own = cross_entropy(final, weight, mask, mean)
+    return (1 - share) * own + share * cross_entropy(base, weight, mask, mean)
+
+
 def spark(
     rated: Rated,
     weight: Array,

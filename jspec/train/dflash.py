@@ -211,7 +211,12 @@ def rate(
     if design.link is not None:
         by_block = rows.reshape(batch * count, size, width)
         path = previous.reshape(batch * count, size)
-        z, e = dspark.codes(design.link, weights.joint, path, by_block)
+        # A row that guesses nothing is no part of the path.
+        first = 0 if design.next_token else 1
+        z, e = dspark.codes(
+            design.link, weights.joint, path[:, first:], by_block[:, first:]
+        )
+        z, e = (jnp.pad(x, ((0, 0), (first, 0), (0, 0))) for x in (z, e))
         arrays["z"] = z.reshape(-1, z.shape[-1])
         if weights.confidence is not None:
             doubt = dspark.doubt(weights, by_block, e).reshape(rows.shape[:3])

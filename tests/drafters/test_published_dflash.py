@@ -32,6 +32,7 @@ FIXTURES = {
     "spec_dspark_vanilla": ("speculators", TARGET),
     "specforge_dflash": ("zlab", TARGET),
     "specforge_dspark_vanilla": ("specforge", TARGET),
+    "specforge_domino": ("specforge", TARGET),
 }
 # What says nothing about the drafter, or is said in another of several ways.
 ASIDE = {"auto_map", "dtype", "torch_dtype", "transformers_version", "architectures"}

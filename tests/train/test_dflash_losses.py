@@ -136,6 +136,24 @@ def test_specforge(name):
     np.testing.assert_allclose(loss, io["out.loss"][0], rtol=1e-5)
 
 
+def test_domino():
+    """Recorded with a quarter of the loss on the block before its correction."""
+    io = recorded("specforge_domino")
+    head = head_of("specforge_domino", io["teacher.embed"], io["teacher.lm_head"])
+    design, weights, given = head.design, head.weights, texts(io)
+    blocks = dflash.Blocks(ids(io["in.anchors"]), jnp.ones((1, 3), bool))
+    rows = dflash.hidden_rows(design, weights, given, blocks)
+    np.testing.assert_allclose(rows.reshape(1, 12, -1), io["out.hidden"], **CLOSE)
+    aim = dflash.aims(design, weights, given, blocks)
+    plain = dataclasses.replace(design, link=None), weights.replace(joint=None)
+    final, base = (
+        dflash.rate(d, w, given, blocks, aim) for d, w in ((design, weights), plain)
+    )
+    weight = aim.valid.astype(jnp.float32)
+    loss = losses.corrected(final, base, weight, aim.valid, share=0.25)
+    np.testing.assert_allclose(loss, io["out.loss"][0], rtol=1e-5)
+
+
 def blocks_of(kind, **changes):
     """A drafter over random features, its text in two documents, and its anchors."""
     head = head_of("specforge_dspark_vanilla", TARGET.params.embed, TARGET.params.head)

@@ -35,9 +35,9 @@ MODEL = tiny.model(
 SMALL = dict(batch=2, length=48, warmup=3, every=10, held=2, lr=3e-3)
 OWN = {
     "blockwise": {"draft_vocab": 200, "count": 2, "wide": 16},
-    "dflash": {"draft_vocab": 200, "layers": 1, "block": 4, "anchors": 8},
-    "dflash2": {"layers": 1, "block": 4, "rank": 8, "anchors": 8},
-    "dspark": {"draft_vocab": 200, "layers": 1, "block": 3, "anchors": 8},
+    "dflash": {"draft_vocab": 200, "layers": 1, "block": 4, "anchors": 48},
+    "dflash2": {"layers": 1, "block": 4, "rank": 8, "anchors": 48},
+    "dspark": {"draft_vocab": 200, "layers": 1, "block": 3, "anchors": 48},
     "eagle1": {"draft_vocab": 200},
     "eagle3": {"draft_vocab": 200, "steps": 2, "taps": (0, 2, 3)},
     "medusa": {"draft_vocab": 200, "count": 2},
