@@ -10,8 +10,10 @@ from typing import Any
 import jax
 
 from jspec.drafters import growth, load_drafter
+from jspec.drafters.dflash_configs import LAYOUTS
 from jspec.drafters.eagle import Design, Weights
 from jspec.drafters.heads import Blockwise, Medusa
+from jspec.drafters.published_dflash import BlockHead, save_dflash
 from jspec.drafters.published_eagle import OFFICIAL, SPECULATORS, Head, save_eagle
 from jspec.drafters.published_medusa import save_medusa
 from jspec.drafters.published_mtp import Modules, save_mtp
@@ -36,7 +38,8 @@ EXPORT = """Writes a head in a layout that others read.
   jspec export runs/eagle3/head exported --layout speculators
 
 EAGLE-3 heads have the authors' layout, which SpecForge and SGLang read too, and that of
-the speculators library, which vLLM reads. Medusa heads with a draft vocabulary are
+the speculators library, which vLLM reads. DFlash and DSpark drafters have four: zlab,
+specforge, deepspec and speculators, and not all can say everything. Medusa heads with a draft vocabulary are
 written as vLLM reads them, others as the authors do; prediction modules as speculators.
 """
 
@@ -60,8 +63,8 @@ def add_export(command: argparse.ArgumentParser) -> None:
     add("--target", default="smollm2-135m", metavar="MODEL", help="(smollm2-135m)")
     add(
         "--layout",
-        choices=(OFFICIAL, SPECULATORS),
-        help="of an EAGLE-3 head (the one it has)",
+        choices=(OFFICIAL, *LAYOUTS),
+        help="of an EAGLE-3, DFlash or DSpark head (the one it has)",
     )
     add("--dtype", default="bfloat16", metavar="NAME", help="of the floats (bfloat16)")
     add(
@@ -75,11 +78,11 @@ def _export(args: argparse.Namespace) -> None:
     model = load(args.target, dtype="float32")
     head = read_head(fetch(args.head, pickled=True), model)
     size = model.config.vocab_size
-    if not isinstance(head, Head) and (args.layout or args.embedding):
-        raise ValueError(
-            f"{args.head} is no EAGLE head; --layout and --embedding are for those"
-        )
-    if isinstance(head, Head):
+    _check_layout(head, args)
+    if isinstance(head, BlockHead):
+        head = dataclasses.replace(head, layout=args.layout or head.layout)
+        save_dflash(head, args.folder, args.dtype)
+    elif isinstance(head, Head):
         head = dataclasses.replace(head, layout=args.layout or head.layout)
         save_eagle(head, args.folder, args.dtype, embedding=args.embedding)
     elif isinstance(head, Modules):
@@ -92,12 +95,36 @@ def _export(args: argparse.Namespace) -> None:
     print(f"the head is in {args.folder}", file=sys.stderr)
 
 
+def _check_layout(head: AnyHead, args: argparse.Namespace) -> None:
+    """Refuses options that heads of this kind do not have."""
+    if isinstance(head, BlockHead):
+        if args.embedding or args.layout == OFFICIAL:
+            raise ValueError(
+                f"{args.head} is a DFlash or DSpark drafter; its layouts are "
+                f"{', '.join(LAYOUTS)}, and --embedding is not for those"
+            )
+    elif isinstance(head, Head):
+        if args.layout not in (None, OFFICIAL, SPECULATORS):
+            raise ValueError(
+                f"{args.head} is an EAGLE head; its layouts are {OFFICIAL} and "
+                f"{SPECULATORS}"
+            )
+    elif args.layout or args.embedding:
+        raise ValueError(
+            f"{args.head} is no EAGLE head; --layout and --embedding are for those"
+        )
+
+
 def _inspect(args: argparse.Namespace) -> None:
     model = load(args.target)
     folder = fetch(args.head, pickled=True)
-    for name, value in _facts(read_head(folder, model)).items():
+    head = read_head(folder, model)
+    for name, value in _facts(head).items():
         print(f"{name:24}{value}")
-    draft = load_drafter(folder, model, grower=growth.chain(1, dense=False))
+    one: dict[str, Any] = {"grower": growth.chain(1, dense=False)}
+    if isinstance(head, BlockHead):
+        one = {"gamma": 1, "dense": False}
+    draft = load_drafter(folder, model, **one)
     texts = [question.prompt for question in load_prompts(None, args.limit)]
     room = model.config.max_position - args.max_new_tokens
     encoded = encode(model.tokenizer, texts, model.config.vocab_size)
@@ -120,6 +147,8 @@ def _facts(head: AnyHead) -> dict[str, object]:
     if isinstance(head, Modules):
         facts = {"prediction modules": len(head.weights)}
         return facts | _facts_of(head.design, head.weights[0])
+    if isinstance(head, BlockHead):
+        return _block_facts(head)
     return {"layout": head.layout} | _facts_of(head.design, head.weights)
 
 
@@ -141,6 +170,26 @@ def _blockwise_facts(weights: Blockwise) -> dict[str, object]:
         "kind": "blockwise",
         "heads": f"{count} of width {width} with {inner // count} hidden units each",
         "draft vocabulary": "all" if weights.to_target is None else f"{rows} ids",
+        "parameters": _millions(own),
+    }
+
+
+def _block_facts(head: BlockHead) -> dict[str, object]:
+    design, weights = head.design, head.weights
+    config, rows = design.config, len(weights.embed)
+    own = dataclasses.replace(weights, embed=None, head=None, to_target=None)
+    drafted = rows if weights.to_target is None else len(weights.to_target)
+    return {
+        "kind": f"block diffusion, {design.choose.__name__}",
+        "layout": head.layout,
+        "block": f"{design.block} rows, which guess "
+        + ("the next token" if design.next_token else "their own"),
+        "mask token": design.mask_id,
+        "layers": f"{config.layers} of width {config.hidden}",
+        "features": f"after {', '.join(map(str, design.taps))} layers",
+        "path": "ignored" if design.link is None else design.link.__name__,
+        "confidence": weights.confidence is not None,
+        "vocabulary": f"{drafted} of {rows} ids",
         "parameters": _millions(own),
     }
 

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from jspec.drafters.heads import Blockwise, Medusa
+from jspec.drafters.published_dflash import BlockHead
 from jspec.drafters.published_eagle import Head
 from jspec.drafters.published_mtp import Modules
 from jspec.drafters.reading import AnyHead, read_head
@@ -94,7 +95,8 @@ def add_train(command: argparse.ArgumentParser) -> None:
     add(
         "method",
         metavar="METHOD",
-        help="blockwise, eagle1 (EAGLE-2's too), eagle3, medusa, mtp, small",
+        help="blockwise, dflash, dflash2, dspark, eagle1 (EAGLE-2's too), eagle3, "
+        "medusa, mtp, small",
     )
     add("--target", default="smollm2-135m", metavar="MODEL", help="(smollm2-135m)")
     add(
@@ -151,6 +153,7 @@ def _start(method: str, name: str, model: Model) -> Model | AnyHead:
         return load(name, dtype="float32")
     head = read_head(fetch(name, pickled=True), model)
     kinds = {"blockwise": Blockwise, "medusa": Medusa, "mtp": Modules}
+    kinds |= dict.fromkeys(("dflash", "dflash2", "dspark"), BlockHead)
     if type(head) is not kinds.get(method, Head):
         raise ValueError(f"{name} is no head that {method} could go on from")
     return head

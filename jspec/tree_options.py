@@ -100,12 +100,7 @@ def tree_methods(model: Model, args: argparse.Namespace) -> Sequence[bench.Metho
     Raises:
       FileNotFoundError: it is one of the repository's heads, which is not there.
     """
-    folder = Path(args.drafter)
-    if folder.parent == HEADS and not folder.is_dir():
-        raise FileNotFoundError(
-            f"there is no head in {folder}; train one with jspec train, or name one "
-            "with --drafter"
-        )
+    folder = find_head(args.drafter)
     rule = bench.RULES.get(args.rule)
     methods = [
         bench.Method(
@@ -118,6 +113,21 @@ def tree_methods(model: Model, args: argparse.Namespace) -> Sequence[bench.Metho
     if args.draw_tree is not None:
         _draw(model, methods[0], args)
     return methods
+
+
+def find_head(name: str) -> Path:
+    """``name`` as a folder.
+
+    Raises:
+      FileNotFoundError: it is one of the repository's heads, which is not there.
+    """
+    folder = Path(name)
+    if folder.parent == HEADS and not folder.is_dir():
+        raise FileNotFoundError(
+            f"there is no head in {folder}; train one with jspec train, or name one "
+            "with --drafter"
+        )
+    return folder
 
 
 def _draw(model: Model, method: bench.Method, args: argparse.Namespace) -> None:

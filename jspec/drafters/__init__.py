@@ -1,6 +1,6 @@
 """Who drafts. One file per family; each gives a ``Drafter`` of four fields."""
 
-from jspec.drafters import eagle, growth, store
+from jspec.drafters import dflash, eagle, growth, store
 from jspec.drafters.combine import by_score, either, fallback
 from jspec.drafters.draft import Draft
 from jspec.drafters.heads import blockwise, medusa
@@ -31,6 +31,7 @@ __all__ = [
     "blockwise",
     "by_score",
     "confident",
+    "dflash",
     "eagle",
     "either",
     "fallback",

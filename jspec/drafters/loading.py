@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from jspec.drafters import eagle, growth, mtp
+from jspec.drafters import dflash, eagle, growth, mtp
 from jspec.drafters.draft import Draft
 from jspec.drafters.growth import Grower
 from jspec.drafters.heads import Blockwise, Medusa, blockwise, medusa
 from jspec.drafters.lookahead import jacobi, lookahead
 from jspec.drafters.ngram import ngram
 from jspec.drafters.ngram_tree import ngram_tree
+from jspec.drafters.published_dflash import BlockHead
 from jspec.drafters.published_eagle import Head
-from jspec.drafters.published_mtp import load_mtp
-from jspec.drafters.reading import AnyHead, reader
+from jspec.drafters.published_mtp import Modules, load_mtp
+from jspec.drafters.reading import reader
 from jspec.drafters.small_model import small_model
 from jspec.drafters.suffix import suffix
 from jspec.models import Model, load
@@ -35,16 +36,17 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
     """A drafter for ``target``.
 
     Args:
-      name: one of ``PLAIN``, such as ``"ngram"``; a folder or Hub id of an EAGLE head,
-        Medusa or blockwise heads or a prediction module; the target's own folder, if
-        that holds prediction modules; a loaded ``Model``; or whatever ``jspec.load``
-        takes (an alias, a folder, a file, a Hub id), which is then an independent small
-        model.
+      name: one of ``PLAIN``, such as ``"ngram"``; a folder or Hub id of an EAGLE head, a
+        DFlash or DSpark drafter, Medusa or blockwise heads or a prediction module; the
+        target's own folder, if that holds prediction modules; a loaded ``Model``; or
+        whatever ``jspec.load`` takes (an alias, a folder, a file, a Hub id), which is
+        then an independent small model.
       target: the model it will draft for.
       **options: passed to the drafter: ``gamma`` for all but trees; for one of ``PLAIN``
         its own arguments; for heads ``grower`` (see ``jspec.drafters.growth``),
         without which, or ``gamma``, they grow a dynamic tree, and prediction modules a
-        chain of 3; ``grower`` may be a ``Topology`` too.
+        chain of 3; ``grower`` may be a ``Topology`` too. For DFlash and DSpark ``rows``,
+        ``least`` and ``dense`` of ``dflash.drafter``.
 
     Raises:
       ValueError: a draft model with another tokenizer, a head for another target;
@@ -61,7 +63,10 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
         if read is load_mtp and "speculators_model_type" not in config:
             read = read if _is_own(folder, target) else None
         if read is not None:
-            return _draft(read(folder, target), folder.name, target, **options)
+            head = read(folder, target)
+            if isinstance(head, BlockHead):
+                return block_draft(head, folder.name, target, **options)
+            return _draft(head, folder.name, target, **options)
     model = name if isinstance(name, Model) else load(name, dtype=target.dtype)
     check_same_tokens(model, target)
     size = target.target.config.vocab_size
@@ -82,8 +87,20 @@ def _is_own(folder: Path, target: Model) -> bool:
     return folder.resolve() == Path(target.name).expanduser().resolve()
 
 
+def block_draft(head: BlockHead, name: str, target: Model, **options) -> Draft:
+    """The drafter of a block-diffusion head; options as of ``dflash.drafter``.
+
+    A block whose tokens are chosen in turn is computed whole unless ``rows`` says
+    otherwise: all rows were trained with all others beside them.
+    """
+    if head.design.link is not None:
+        options.setdefault("rows", head.design.block)
+    drafter = dflash.drafter(head.design, dtype=target.dtype, **options)
+    return Draft(drafter, head.weights, name, target.config.vocab_size)
+
+
 def _draft(
-    head: AnyHead,
+    head: Head | Modules | Medusa | Blockwise,
     name: str,
     target: Model,
     gamma: int | None = None,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from jspec.drafters.dflash_configs import is_dflash
 from jspec.drafters.heads import Blockwise, Medusa
+from jspec.drafters.published_dflash import BlockHead, load_dflash
 from jspec.drafters.published_eagle import Head, is_eagle, load_eagle
 from jspec.drafters.published_medusa import is_medusa, read_medusa
 from jspec.drafters.published_mtp import Modules, is_mtp, load_mtp
@@ -13,8 +15,9 @@ from jspec.drafters.stored_blockwise import is_blockwise, read_blockwise
 from jspec.drafters.tensors import read_config
 from jspec.models import Model
 
-AnyHead = Head | Modules | Medusa | Blockwise
+AnyHead = Head | BlockHead | Modules | Medusa | Blockwise
 _KINDS: tuple[tuple[Callable[[dict], bool], Callable[..., AnyHead]], ...] = (
+    (is_dflash, load_dflash),
     (is_eagle, load_eagle),
     (is_medusa, read_medusa),
     (is_blockwise, read_blockwise),
@@ -37,7 +40,7 @@ def read_head(folder: Path, target: Model) -> AnyHead:
     read = reader(read_config(folder))
     if read is None:
         raise ValueError(
-            f"{folder} holds neither an EAGLE head, Medusa or blockwise heads nor "
-            "prediction modules"
+            f"{folder} holds neither an EAGLE head, a DFlash or DSpark drafter, Medusa or "
+            "blockwise heads nor prediction modules"
         )
     return read(folder, target)

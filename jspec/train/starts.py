@@ -131,22 +131,38 @@ def fresh_small(
     )
 
 
-def _plain_layer(target: Model) -> tuple[Any, Config]:
-    """The last layer of a target that an EAGLE head can be made of."""
+def plain_layers(
+    target: Model, count: int, kind: str = "a DFlash drafter"
+) -> list[Any]:
+    """Float32 copies of the last ``count`` layers of a target.
+
+    Raises:
+      ValueError: they have what drafters of this kind have no place for, or there are
+        not so many.
+    """
     config = target.config
+    if not 1 <= count <= config.layers:
+        raise ValueError(f"{count} layers of {target.name}, which has {config.layers}")
+    last = range(config.layers - count, config.layers)
     odd = {
         "norms after attention and MLP": config.sandwich_norm,
-        "experts": config.has_experts(config.layers - 1),
+        "experts": any(config.has_experts(i) for i in last),
         "latent attention": config.latent is not None,
         "gated attention": config.gated,
     }
     has = [name for name, given in odd.items() if given]
     if has:
         raise ValueError(
-            f"{target.name} has {' and '.join(has)}, which the layer of an EAGLE head "
-            "has no place for; train another kind of head (mtp), or go on from a head "
-            "that exists"
+            f"{target.name} has {' and '.join(has)}, which the layer of {kind} has no "
+            "place for; train another kind of head (mtp), or go on from a head that "
+            "exists"
         )
+    return [float32(target.params.layers[i]) for i in last]
+
+
+def _plain_layer(target: Model) -> tuple[Any, Config]:
+    """The last layer of a target that an EAGLE head can be made of."""
+    plain_layers(target, 1, "an EAGLE head")
     return _last_layer(target)
 
 

@@ -1,5 +1,7 @@
 """Sampled text of drafters with trees has the target's law, through the whole loop."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -7,8 +9,10 @@ from scipy import stats
 
 import jspec
 from jspec import sampling, tree
-from jspec.drafters import eagle, growth
+from jspec.drafters import dspark, eagle, growth
+from jspec.drafters.loading import block_draft
 from jspec.testing import tiny
+from jspec.train.block_starts import fresh_dflash, with_markov, with_selector
 from jspec.train.starts import fresh_eagle1, fresh_eagle3
 
 VOCAB, ROWS = 9, 1500
@@ -28,10 +32,42 @@ def eagle3(grower):
     return jspec.Draft(eagle.drafter(head.design, grower), head.weights)
 
 
+def blocks(head=lambda head, key: head, **options):
+    """A block-diffusion drafter whose joint and confidence heads say something."""
+    k_fresh, k_own, k_shake = jax.random.split(jax.random.key(2), 3)
+    given = fresh_dflash(MODEL, (0, 1), None, VOCAB - 1, k_fresh, layers=1, block=3)
+    given = head(given, k_own)
+    weights = given.weights
+    leaves, form = jax.tree.flatten((weights.joint, weights.confidence))
+    keys = jax.random.split(k_shake, len(leaves) + 1)
+    moved = [
+        x + jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=False)
+    ]
+    joint, confidence = jax.tree.unflatten(form, moved)
+    weights = weights.replace(joint=joint, confidence=confidence)
+    return block_draft(
+        dataclasses.replace(given, weights=weights), "", MODEL, **options
+    )
+
+
+def markov():
+    """Trusts the first draft of the first round, and others by the token before."""
+    draft = blocks(
+        lambda h, key: with_markov(h, key, 4, dspark.gated), gamma=2, least=0.5
+    )
+    sure, code = draft.params.confidence, draft.params.joint.before[PROMPT[-1]]
+    weight = sure.weight.at[:, :-4].set(0)
+    sure = sure.replace(weight=weight, bias=0.5 - weight[:, -4:] @ code)
+    return draft._replace(params=draft.params.replace(confidence=sure))
+
+
 CASES = {
     "sampled tree": lambda: eagle1(growth.sampled(PAIR)),
     "dynamic tree": lambda: eagle1(growth.dynamic(5, 2, 3, least=0.05, widths=(1,))),
     "chain over half of the vocabulary": lambda: eagle3(growth.chain(2)),
+    "independent rows": blocks,
+    "few candidates": lambda: blocks(lambda h, key: with_selector(h, key, 4, count=3)),
+    "confident prefixes": markov,
 }
 
 

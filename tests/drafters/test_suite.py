@@ -1,5 +1,7 @@
 """One suite that every drafter passes."""
 
+import dataclasses
+
 import chex
 import fitted
 import jax
@@ -10,9 +12,11 @@ import pytest
 import jspec
 from jspec import decode, drafters, tree, verify
 from jspec.cache import KVCache
-from jspec.drafters import eagle, growth, mtp, store
+from jspec.drafters import dspark, eagle, growth, mtp, store
+from jspec.drafters.loading import block_draft
 from jspec.prefill import fill_cache
 from jspec.testing import scripted, tiny
+from jspec.train.block_starts import fresh_dflash, with_markov, with_selector
 from jspec.train.starts import fresh_eagle1, fresh_eagle3, fresh_mtp
 
 MODEL = tiny.model(seed=3)
@@ -80,6 +84,33 @@ def layer_heads(topology):
     return jspec.Draft(drafter, weights, "multi_token", VOCAB)
 
 
+def blocks(head=lambda head, key: head, ids=None, **options):
+    """A block-diffusion drafter that begins as the target's last layer."""
+    k_fresh, k_own = jax.random.split(jax.random.key(2))
+    fresh = fresh_dflash(MODEL, (0, 1), ids, VOCAB - 1, k_fresh, layers=1, block=5)
+    return block_draft(shaken(head(fresh, k_own)), "dflash", MODEL, **options)
+
+
+def shaken(head):
+    """``head`` with noise where it begins without a view."""
+    weights = head.weights
+    own = weights.joint, weights.confidence, weights.convs
+    leaves, form = jax.tree.flatten(own)
+    keys = jax.random.split(jax.random.key(5), len(leaves) + 1)
+    moved = [
+        x + 0.3 * jax.random.normal(k, x.shape)
+        for x, k in zip(leaves, keys, strict=False)
+    ]
+    joint, confidence, convs = jax.tree.unflatten(form, moved)
+    weights = weights.replace(joint=joint, confidence=confidence, convs=convs)
+    return dataclasses.replace(head, weights=weights)
+
+
+def markov(link):
+    return lambda head, key: with_markov(head, key, 4, link)
+
+
+HALF = np.arange(0, VOCAB, 2, dtype=np.int32)
 CASES = {
     "ngram": lambda: jspec.Draft(drafters.ngram(gamma=4, longest=3, shortest=1)),
     "ngram-first": lambda: jspec.Draft(
@@ -104,6 +135,9 @@ CASES = {
     "eagle3-chain": lambda: eagle_draft(eagle3_head(), growth.chain(3)),
     "mtp-chain": lambda: modules_draft(1, growth.chain(3)),
     "mtp-modules": lambda: modules_draft(2, growth.chain(3)),
+    "dflash": lambda: blocks(gamma=3),
+    "dflash2": lambda: blocks(lambda h, key: with_selector(h, key, 4, count=5)),
+    "dspark": lambda: blocks(markov(dspark.rnn), HALF, least=0.4),
     "medusa": lambda: heads("medusa", BUSHY),
     "blockwise": lambda: heads("blockwise", tree.line(3)),
     "hydra": lambda: heads("hydra", BUSHY),

@@ -35,6 +35,9 @@ MODEL = tiny.model(
 SMALL = dict(batch=2, length=48, warmup=3, every=10, held=2, lr=3e-3)
 OWN = {
     "blockwise": {"draft_vocab": 200, "count": 2, "wide": 16},
+    "dflash": {"draft_vocab": 200, "layers": 1, "block": 4, "anchors": 48},
+    "dflash2": {"layers": 1, "block": 4, "rank": 8, "anchors": 48},
+    "dspark": {"draft_vocab": 200, "layers": 1, "block": 3, "anchors": 48},
     "eagle1": {"draft_vocab": 200},
     "eagle3": {"draft_vocab": 200, "steps": 2, "taps": (0, 2, 3)},
     "medusa": {"draft_vocab": 200, "count": 2},
@@ -137,9 +140,9 @@ def test_heads_are_exported(method, corpus_files, tmp_path, capsys):
     for a, b in zip(*map(jax.tree.leaves, (ours.params, theirs.params)), strict=True):
         np.testing.assert_array_equal(a, b)
     status = cli.main([*words, "--layout", "speculators"])
-    if method == "eagle3":
+    if method in ("eagle3", "dflash", "dflash2", "dspark"):
         config = json.loads((tmp_path / "out" / "config.json").read_text())
-        assert config["speculators_model_type"] == "eagle3"
+        assert config["speculators_model_type"] == method
         assert status == 0
     else:
         assert status == 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from jspec.train.recipes.dflash import dflash, dflash2, dspark
 from jspec.train.recipes.eagle import eagle1, eagle3
 from jspec.train.recipes.heads import blockwise, medusa
 from jspec.train.recipes.mtp import mtp
@@ -16,6 +17,9 @@ from jspec.train.recipes.small import small
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
     "blockwise": blockwise,
+    "dflash": dflash,
+    "dflash2": dflash2,
+    "dspark": dspark,
     "eagle1": eagle1,
     "eagle3": eagle3,
     "medusa": medusa,
