@@ -1,5 +1,5 @@
 """The command line: ``jspec generate``, ``bench``, ``selfgen``, ``train``, ``store``,
-``inspect`` and ``export``.
+``predict``, ``serve``, ``inspect`` and ``export``.
 
 Text goes to standard output, everything said about it to standard error. A mistake of
 the user is one line and status 2; Ctrl-C is status 130.
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from jspec import bench, cli_heads, cli_store, cli_train
+from jspec import bench, cli_heads, cli_predict, cli_store, cli_train
 from jspec.compilation import enable_cache
 from jspec.generation import stream
 from jspec.models import load
@@ -191,6 +191,7 @@ COMMANDS = {
     "selfgen": (cli_train.add_selfgen, cli_train.SELFGEN, "write a corpus"),
     "train": (cli_train.add_train, cli_train.TRAIN, "train a head"),
     "store": (cli_store.add_store, cli_store.STORE, "texts to copy drafts from"),
+    "predict": (cli_predict.add_predict, cli_predict.PREDICT, "rounds on another chip"),
     "inspect": (cli_heads.add_inspect, cli_heads.INSPECT, "look at a published head"),
     "export": (cli_heads.add_export, cli_heads.EXPORT, "write a head for others"),
 }

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from jspec.pallas import reference
+import jax
+import numpy as np
+
+from jspec.pallas import reference, tpu
 from jspec.types import Array
 
-IMPLEMENTATIONS = {"xla": reference.block_attention}
+IMPLEMENTATIONS = {
+    "xla": reference.block_attention,
+    "tpu": tpu.block_attention,
+}
+_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
+if _VERSION >= (0, 11, 2):  # older releases lack what the GPU kernel is written in
+    from jspec.pallas import gpu
+
+    IMPLEMENTATIONS["gpu"] = gpu.block_attention
+_HEAD_DIMS = (64, 96, 128, 256)
+_DTYPES = {"tpu": ("bfloat16", "float32"), "gpu": ("bfloat16",)}
+_MAX_NODES = 128
 
 
 def block_attention(
@@ -40,26 +54,23 @@ def block_attention(
         position is ``length + depth``, its depth the number of its other visible
         nodes); None for no window. Needs R = N.
       softcap: ``c * tanh(s / c)`` on the scores, or None.
-      impl: a name of ``IMPLEMENTATIONS``; None chooses by platform.
+      impl: a name of ``IMPLEMENTATIONS``, which runs or raises; None for ``choose``'s.
 
     Returns:
       ``[B, N, H, D]`` in the values' dtype.
 
     Raises:
-      ValueError: unknown ``impl``, a mask that is not ``[B, N, R]``, or a window where
-        R is not N.
+      ValueError: unknown ``impl``, a mask that is not ``[B, N, R]``, a window where R is
+        not N, or lengths that are known and beyond the cache.
+      NotImplementedError: ``impl`` cannot run here or not on these arrays.
     """
-    (batch, nodes), keys = q.shape[:2], k_block.shape[1]
-    if mask.shape != (batch, nodes, keys):
-        raise ValueError(
-            f"mask has shape {mask.shape}; {nodes} block nodes, {keys} block keys and "
-            f"batch {batch} need {(batch, nodes, keys)}"
-        )
-    if window is not None and nodes != keys:
-        raise ValueError(f"a window needs as many rows ({nodes}) as keys ({keys})")
-    name = impl or "xla"
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"impl {impl!r} is not one of {sorted(IMPLEMENTATIONS)}")
+    _check(q, k_cache, length, k_block, mask, window)
+    name = impl or choose(q, k_cache, k_block, window)
+    if name not in ("xla", *_DTYPES):
+        raise ValueError(f"impl {impl!r} is not one of {('xla', *_DTYPES)}")
+    reason = obstacle(name, q, k_cache, k_block, window)
+    if reason is not None:
+        raise NotImplementedError(f"impl {name!r}: {reason}")
     return IMPLEMENTATIONS[name](
         q,
         k_cache,
@@ -72,3 +83,74 @@ def block_attention(
         window=window,
         softcap=softcap,
     )
+
+
+def platform() -> str:
+    """What is compiled for: the platform of the mesh in use, or the default backend.
+
+    A mesh of a topology (``jax.sharding.use_abstract_mesh``) stands for chips that need
+    not be there.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    named = getattr(device, "platform", None) or jax.default_backend()
+    return "gpu" if named in ("cuda", "rocm") else named
+
+
+def choose(q: Array, k_cache: Array, k_block: Array, window: int | None = None) -> str:
+    """The implementation that ``impl=None`` takes: this platform's kernel where it can
+    run on these arrays, XLA elsewhere."""
+    name = platform()
+    runs = name in _DTYPES and obstacle(name, q, k_cache, k_block, window) is None
+    return name if runs else "xla"
+
+
+def obstacle(
+    name: str, q: Array, k_cache: Array, k_block: Array, window: int | None = None
+) -> str | None:
+    """Why an implementation cannot run here on these arrays, or None if it can."""
+    if name == "xla":
+        return None
+    if platform() != name:
+        return f"needs a {name.upper()}, and this program is for {platform()}"
+    if name not in IMPLEMENTATIONS:
+        return f"needs jax >= 0.11.2, and this is {jax.__version__}"
+    (_, nodes, _, dim), dtype = q.shape, k_cache.dtype
+    if dim not in _HEAD_DIMS:
+        return f"head size {dim} is not one of {_HEAD_DIMS}"
+    if dtype.name not in _DTYPES[name]:
+        return f"a cache of {dtype.name} is not one of {_DTYPES[name]}"
+    if max(nodes, k_block.shape[1]) > _MAX_NODES:
+        return (
+            f"{nodes} rows and {k_block.shape[1]} block keys, but at most "
+            f"{_MAX_NODES} of each"
+        )
+    if name == "gpu" and window is not None:
+        return f"window {window}: the GPU kernel has none"
+    if name == "gpu" and k_cache.shape[-1] % 8:
+        return f"{k_cache.shape[-1]} slots are no multiple of 8, which copies ask for"
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.size > 1 and not mesh.manual_axes:
+        return "a kernel is not split over devices by itself; call it in shard_map"
+    return None
+
+
+def _check(q: Array, k_cache: Array, length: Array, k_block: Array, mask, window):
+    (batch, nodes), keys = q.shape[:2], k_block.shape[1]
+    if mask.shape != (batch, nodes, keys):
+        raise ValueError(
+            f"mask has shape {mask.shape}; {nodes} block nodes, {keys} block keys and "
+            f"batch {batch} need {(batch, nodes, keys)}"
+        )
+    if window is not None and nodes != keys:
+        raise ValueError(f"a window needs as many rows ({nodes}) as keys ({keys})")
+    slots, longest = k_cache.shape[-1], _known(length)
+    if longest > slots:
+        raise ValueError(f"length {longest} is beyond the cache of {slots} slots")
+
+
+def _known(length: Array) -> int:
+    """The largest length, or 0 while a program is traced."""
+    try:
+        return int(np.max(np.asarray(length)))
+    except jax.errors.TracerArrayConversionError:
+        return 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jspec import tree
-from jspec.pallas import block_attention
+from jspec.pallas import IMPLEMENTATIONS, block_attention, choose, obstacle
 
 GARBAGE = 1e30
 
@@ -93,6 +93,70 @@ def test_a_mask_of_the_wrong_shape_is_refused():
     *arrays, masks = inputs(1, *SHAPES["grouped"])
     with pytest.raises(ValueError, match="mask has shape"):
         block_attention(*arrays, masks["chain"][:, :-1], scale=1.0)
+
+
+def test_a_length_beyond_the_cache_is_refused():
+    q, k, v, length, *rest, masks = inputs(1, *SHAPES["grouped"])
+    with pytest.raises(ValueError, match="length 25 is beyond the cache of 24 slots"):
+        block_attention(q, k, v, length + 25 - length, *rest, masks["chain"], scale=1.0)
+
+
+def test_a_kernel_that_cannot_run_here_is_refused():
+    *arrays, masks = inputs(1, *SHAPES["grouped"])
+    with pytest.raises(NotImplementedError, match="needs a TPU"):
+        block_attention(*arrays, masks["chain"], scale=1.0, impl="tpu")
+
+
+class Tpu:
+    """A mesh of one TPU that is not there, as far as the choice of a kernel goes."""
+
+    empty, size, manual_axes = False, 1, ()
+
+    class abstract_device:
+        platform = "tpu"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((1, 2, 2, 1, 80, 64), "float32", "head size 80 is not one of"),
+        ((1, 2, 2, 1, 64, 64), "float16", "cache of float16 is not one of"),
+        ((1, 129, 2, 1, 64, 64), "float32", "129 rows"),
+    ],
+)
+def test_what_a_kernel_cannot_do_is_named(monkeypatch, shape, dtype, message):
+    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", Tpu)
+    q, k, v, length, own_k, own_v, masks = inputs(1, *shape)
+    arrays = [x.astype(dtype) for x in (q, k, v)], [own_k, own_v]
+    arguments = *arrays[0], length, *arrays[1], masks["chain"]
+    with pytest.raises(NotImplementedError, match=message):
+        block_attention(*arguments, scale=1.0, impl="tpu")
+    assert choose(q.astype(dtype), k.astype(dtype), own_k) == "xla"
+
+
+def test_what_the_gpu_kernel_cannot_do_is_named(monkeypatch):
+    class Gpu(Tpu):
+        class abstract_device:
+            platform = "cuda"
+
+    q, k, _, _, own, _, _ = inputs(1, 1, 2, 2, 1, 64, 60)
+    q, k, own = (x.astype(jnp.bfloat16) for x in (q, k, own))
+    assert "needs a GPU" in obstacle("gpu", q, k, own)
+    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", Gpu)
+    if "gpu" not in IMPLEMENTATIONS:
+        assert "needs jax >= 0.11.2" in obstacle("gpu", q, k, own)
+        return
+    assert "60 slots" in obstacle("gpu", q, k, own)
+    assert "window 5" in obstacle("gpu", q, k[..., :56], own, 5)
+    assert "float32" in obstacle("gpu", q, k.astype(jnp.float32), own)
+    assert choose(q, k[..., :56], own) == "gpu"
+
+
+def test_the_kernel_of_the_platform_is_chosen(monkeypatch):
+    q, k, _, _, own, _, _ = inputs(1, 1, 2, 2, 1, 64, 64)
+    assert choose(q, k, own) == "xla"
+    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", Tpu)
+    assert choose(q, k, own) == "tpu"
 
 
 def test_an_unknown_implementation_is_refused():

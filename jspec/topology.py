@@ -1,0 +1,68 @@
+"""Chips that are not there: descriptions that programs can be compiled for.
+
+XLA compiles for a TPU with ``libtpu`` and for an NVIDIA GPU with the CUDA PJRT plug-in;
+neither needs the chip or its driver. A compiled program knows its FLOPs, its bytes and its
+memory; nothing can be run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+# The smallest topology of each TPU, and one with eight devices.
+TPUS = {
+    "v5e": ("v5e:2x2", "v5e:4x4"),
+    "v5p": ("v5p:2x2x1", "v5p:2x2x2"),
+    "v6e": ("v6e:2x2", "v6e:4x4"),
+    "tpu7x": ("tpu7x:2x2x1", "tpu7x:2x2x2"),
+}
+AXIS = "model"  # the mesh axis of tensor parallelism
+
+
+def installed() -> bool:
+    """Whether ``libtpu`` is here, so that programs for TPUs can be compiled."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def tpu_mesh(chip: str, devices: int = 1) -> Mesh:
+    """A mesh of ``devices`` devices of a TPU that need not be there.
+
+    Args:
+      chip: a name of ``TPUS``.  devices: 1 to 8, on the axis ``AXIS``. A device is what
+        JAX shows as one: half of a TPU7x chip.
+
+    Raises:
+      ValueError: an unknown chip, or more devices than a topology has.
+      RuntimeError: ``libtpu`` is not installed.
+    """
+    if chip not in TPUS:
+        raise ValueError(f"chip {chip!r} is not one of {sorted(TPUS)}")
+    if not installed():
+        raise RuntimeError(
+            f"compiling for {chip} needs libtpu: pip install 'jspec[aot]'"
+        )
+    # libtpu would ask a cloud machine's metadata server who it is.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
+    name = TPUS[chip][0 if devices <= 4 else 1]
+    found = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    if not 1 <= devices <= len(found):
+        raise ValueError(f"devices is {devices}; {name} has {len(found)}")
+    chosen = np.asarray(found[:devices])
+    return Mesh(chosen, (AXIS,), axis_types=(AxisType.Auto,))
+
+
+@contextlib.contextmanager
+def compiling_for(mesh: Mesh) -> Iterator[None]:
+    """Inside, kernels are chosen for the chips of ``mesh``."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield

@@ -1,0 +1,44 @@
+"""Predictions from compiled programs. Runs where libtpu is installed."""
+
+import pytest
+
+from jspec import phases, predict, topology
+from jspec.models.presets import preset
+from jspec.phases import Setting
+
+pytestmark = pytest.mark.skipif(not topology.installed(), reason="needs libtpu")
+LLAMA = preset("llama-3.1-8b")
+
+
+def test_layers_extrapolate():
+    """Four layers compiled at once cost what one and two predict."""
+    mesh = topology.tpu_mesh("v5e")
+    four = phases.select(LLAMA, (0, 1, 2, 3))
+    found = predict.compiled(four, "ngram", None, mesh, 1, 1024)["score"]
+    whole = predict.cost_of(
+        phases.of_target(four, 1, 1, 1024 + predict.SLACK)["score"], mesh
+    )
+    assert found.flops == pytest.approx(whole.flops, rel=0.02)
+    assert found.moved == pytest.approx(whole.moved, rel=0.02)
+    assert found.memory == pytest.approx(whole.memory, rel=0.02)
+    assert found.seconds == pytest.approx(whole.seconds, rel=0.1)
+
+
+def test_compiled_costs_agree_with_arithmetic():
+    """FLOPs and memory; XLA's bytes also count weights that are brought on the chip."""
+    mesh = topology.tpu_mesh("v5e")
+    for setting in (None, Setting(5, 4)):
+        ours = predict.arithmetic(LLAMA, "eagle3", setting, 1, 2048, 1)
+        found = predict.compiled(LLAMA, "eagle3", setting, mesh, 1, 2048)
+        assert found["score"].flops == pytest.approx(ours["score"].flops, rel=0.1)
+        assert 1 < found["score"].moved / ours["score"].moved < 2
+        assert found["score"].memory == pytest.approx(ours["score"].memory, rel=0.1)
+
+
+def test_a_mesh_shares_the_weights():
+    alone, shared = (
+        predict.compiled(LLAMA, "ngram", None, topology.tpu_mesh("v5e", n), 1, 1024)
+        for n in (1, 8)
+    )
+    assert shared["score"].memory < alone["score"].memory / 6
+    assert shared["score"].seconds is None
