@@ -134,9 +134,9 @@ class Request:
         return decode.prefill(
             self.params,
             self.options,
-            jnp.asarray(tokens),
-            jnp.asarray([len(p) for p in self.prompts], jnp.int32),
-            jnp.asarray(self.limit, jnp.int32),
+            tokens,
+            np.asarray([len(p) for p in self.prompts], np.int32),
+            np.asarray(self.limit, np.int32),
             target=self.model.target,
             drafter=self.draft.drafter,
             slots=self.slots,

@@ -16,14 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jspec import checks, generation, verify
 from jspec.drafters.draft import Draft
 from jspec.models import Model
 from jspec.serve import adaptive as governor
-from jspec.serve import slots
+from jspec.serve import slots, switch
 from jspec.serve.request import Full, Prepared, Result, Ticket
 from jspec.serve.warmup import Programs, Shape, warm_up
 from jspec.state import FAULT, RUNNING, State
@@ -94,7 +93,7 @@ class Engine:
         self._waiting: collections.deque[Ticket] = collections.deque()
         self._owner: list[Ticket | None] = [None] * sizes[0]
         self._flights: collections.deque[_Flight] = collections.deque()
-        self._state: State | None = None
+        self._state: Any = None  # a State, once warm
         self._history = {size: governor.History() for size in sizes}
         self._paused, self._calm = False, 0
         self._lock = threading.Lock()
@@ -210,6 +209,9 @@ class Engine:
             ticket.end(reason, error)
         self._owner = [None] * len(self._owner)
         self._flights.clear()
+        if error is None and self._state is not None:
+            everyone = np.ones(len(self._owner), bool)
+            self._state = self.programs.evict(self._state, everyone)
 
     # --- between rounds -----------------------------------------------------------
 
@@ -225,7 +227,7 @@ class Engine:
                 ended[slot] = True
                 self._owner[slot] = None
         if ended.any():
-            self._state = self.programs.evict(self._state, jnp.asarray(ended))
+            self._state = self.programs.evict(self._state, ended)
         with self._lock:
             for ticket in self._waiting:
                 ticket.expire(now)
@@ -245,8 +247,8 @@ class Engine:
             one = ticket.prefilled
             if one is None:
                 one = self.programs.prefill(ticket.prepared)
-            one = one.replace(draft=one.draft.replace(on=jnp.full(1, ticket.speculate)))
-            self._state = self.programs.insert(self._state, one, jnp.int32(slot))
+            one = switch.turned(one, ticket.speculate)
+            self._state = self.programs.insert(self._state, one, slot)
             self._owner[slot] = ticket
             ticket.admitted()
 
@@ -298,7 +300,8 @@ class Engine:
             if ticket.ended and reason != RUNNING:
                 # Ended on the device as well: free at once.
                 self._owner = [None if t is ticket else t for t in self._owner]
-        self._learn(flight, look, emitted / max(running, 1))
+        if running:  # else a round that came too late for anybody
+            self._learn(flight, look, emitted / running)
 
     def _learn(self, flight: _Flight, look: slots.Look, tau: float) -> None:
         cost, history = self.costs[flight.size], self._history[flight.size]

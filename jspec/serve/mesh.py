@@ -12,6 +12,8 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.cache import KVCache
@@ -85,7 +87,7 @@ def shard(mesh: Mesh, model: Model) -> Model:
     def put(path, x):
         names = [k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)]
         ndim, axis = _SPLIT.get(names[-1] if names else "", (0, _WHOLE))
-        return _put(mesh, x, axis if x.ndim == ndim else _WHOLE)
+        return _put(mesh, np.asarray(x), axis if x.ndim == ndim else _WHOLE)
 
     sharded = jax.tree_util.tree_map_with_path(put, params)
     return dataclasses.replace(model, params=sharded)
@@ -93,8 +95,18 @@ def shard(mesh: Mesh, model: Model) -> Model:
 
 def replicate(mesh: Mesh, draft: Draft) -> Draft:
     """The drafter with its weights copied to every device."""
-    params = jax.tree.map(lambda x: _put(mesh, x, _WHOLE), draft.params)
-    return draft._replace(params=params)
+    return draft._replace(params=copied(mesh, draft.params))
+
+
+def copied(mesh: Mesh, tree: Any) -> Any:
+    """Arrays copied to every device, those of other processes included."""
+
+    def copy(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(copy(jax.random.key_data(x)))
+        return _put(mesh, np.asarray(x), _WHOLE)
+
+    return jax.tree.map(copy, tree)
 
 
 def _put(mesh: Mesh, x: Any, axis: int):

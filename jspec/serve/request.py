@@ -53,8 +53,12 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A request that has ended; fields as of ``Piece``, and statistics of its rounds."""
+    """A request that has ended; fields as of ``Piece``, and statistics of its rounds.
 
+    ``waited``, ``first_token`` and ``seconds`` are times since it was submitted.
+    """
+
+    prompt_tokens: int
     tokens: list[int]
     text: str
     log_prob: list[float] | None
@@ -124,6 +128,7 @@ class Ticket:
         emitted, proposed = np.array(self._emitted, int), np.array(self._proposed, int)
         start = self._submitted
         return Result(
+            prompt_tokens=len(self.prepared.prompt),
             tokens=self.tokens,
             text=self._detok.text,
             log_prob=self.log_prob if self._has_log_prob else None,

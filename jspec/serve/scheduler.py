@@ -15,9 +15,10 @@ Source: DSpark, hardware-aware prefix scheduling (algorithm 1 and its deployed f
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -164,7 +165,8 @@ def sharpness(state: Any, block: Block) -> Array:
     coupled rule accepts.
     """
     del state
-    return jnp.sum(jnp.square(block.law.q), -1)[:, :-1]
+    q = cast(Array, block.law.q)
+    return jnp.sum(jnp.square(q), -1)[:, :-1]
 
 
 # --- a drafter under a schedule -------------------------------------------------------
@@ -239,13 +241,14 @@ def scheduled(
         now = survival(chance)
         length = policy(now, state.past[:, 0], state.active, params.table)
         wanted = jnp.arange(shape.nodes) <= length[:, None]
-        block = block.replace(live=block.live & wanted)
+        block = dataclasses.replace(block, live=block.live & wanted)
         past = jnp.stack([state.past[:, 1], now], 1)
-        return block, state.replace(inner=inner, past=past)
+        return block, dataclasses.replace(state, inner=inner, past=past)
 
     def update(params: Params, state: State, feedback: Feedback) -> State:
         inner = drafter.update(params.inner, state.inner, feedback)
-        return state.replace(inner=inner, active=feedback.verdict.n_accept >= 0)
+        active = feedback.verdict.n_accept >= 0
+        return dataclasses.replace(state, inner=inner, active=active)
 
     inside = tuple(w for w in sorted({*shape.widths, *widths}) if w < shape.nodes)
     return Drafter(shape._replace(widths=inside), init, propose, update)

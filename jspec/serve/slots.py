@@ -64,11 +64,17 @@ def row_axes(one: Callable[[], State], two: Callable[[], State]) -> Axes:
 
 def _each(change: Callable, axes: Axes, *states: State) -> State:
     """``change(axis, *leaves)`` of every leaf with rows; the first state's of the rest."""
+
+    def one(axis: int, leaf: Array, *others: Array) -> Array:
+        if axis < 0:
+            return leaf
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return change(axis, leaf, *others)
+        raw = map(jax.random.key_data, (leaf, *others))
+        return jax.random.wrap_key_data(change(axis, *raw))
+
     leaves = [jax.tree.leaves(s) for s in states]
-    new = [
-        leaf[0] if axis < 0 else change(axis, *leaf)
-        for axis, *leaf in zip(axes, *leaves, strict=True)
-    ]
+    new = [one(*leaf) for leaf in zip(axes, *leaves, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(states[0]), new)
 
 
@@ -96,7 +102,7 @@ def insert(
     """Puts a prefilled row into a slot (a traced scalar). ``state`` is donated."""
 
     def put(axis: int, x: Array, new: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), slot, axis)
+        return lax.dynamic_update_slice_in_dim(x, new, slot, axis)
 
     return pin(_each(put, axes, state, one), shardings)
 
@@ -183,8 +189,8 @@ def fit_tables(sampling: Sampling, width: int) -> Sampling:
     return dataclasses.replace(sampling, **changed)
 
 
-def rows(chosen: Sequence[int], size: int) -> tuple[Array, Array]:
+def rows(chosen: Sequence[int], size: int) -> tuple[np.ndarray, np.ndarray]:
     """``index`` and ``keep`` of ``resize`` for the rows ``chosen``, in this order."""
     index = np.zeros(size, np.int32)
     index[: len(chosen)] = chosen
-    return jnp.asarray(index), jnp.asarray(np.arange(size) < len(chosen))
+    return index, np.arange(size) < len(chosen)

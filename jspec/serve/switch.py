@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jspec.decode import no_drafts
@@ -34,12 +36,20 @@ def switched(drafter: Drafter) -> Drafter:
         block, inner = drafter.propose(params, state.inner, key, context)
         root = jnp.arange(block.live.shape[1]) == 0
         live = block.live & (root | state.on[:, None])
-        return block.replace(live=live), state.replace(inner=inner)
+        block = dataclasses.replace(block, live=live)
+        return block, dataclasses.replace(state, inner=inner)
 
     def update(params, state: Switch, feedback: Feedback) -> Switch:
-        return state.replace(inner=drafter.update(params, state.inner, feedback))
+        inner = drafter.update(params, state.inner, feedback)
+        return dataclasses.replace(state, inner=inner)
 
     return Drafter(drafter.shape, init, propose, update)
+
+
+def turned(one: State, on: bool) -> State:
+    """A prefilled row whose request wants drafts, or does not."""
+    draft = dataclasses.replace(one.draft, on=np.full(1, on))
+    return dataclasses.replace(one, draft=draft)
 
 
 @functools.cache
@@ -66,4 +76,5 @@ def resume(params: Params, state: State, *, drafter: Drafter) -> State:
         return state
     context = Context(state.tokens, state.length, state.sampling)
     fresh = drafter.init(params.draft, context)
-    return state.replace(draft=fresh.replace(on=state.draft.on))
+    draft = dataclasses.replace(fresh, on=state.draft.on)
+    return dataclasses.replace(state, draft=draft)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jspec import generation, verify
 from jspec.drafters.draft import Draft
@@ -87,6 +87,8 @@ class Programs:
             **options,
         )
         fitted = slots.fit_tables(request.options, self.shape.table)
+        if self.mesh is not None:
+            fitted = meshes.copied(self.mesh, fitted)
         return dataclasses.replace(request, options=fitted)
 
     # --- on the device ------------------------------------------------------------
@@ -94,9 +96,9 @@ class Programs:
     def prefill(self, prepared: Prepared) -> State:
         return prepared.row.prefill()
 
-    def insert(self, state: State, one: State, slot: Any) -> State:
+    def insert(self, state: State, one: State, slot: int) -> State:
         return slots.insert(
-            state, one, slot, axes=self.axes, shardings=self._layout(state)
+            state, one, np.int32(slot), axes=self.axes, shardings=self._layout(state)
         )
 
     def evict(self, state: State, ended: Any) -> State:
@@ -142,7 +144,7 @@ def warm_up(programs: Programs) -> tuple[State, dict[int, Cost]]:
     that a lookup finds something to propose.
     """
     sizes, costs = programs.shape.sizes, {}
-    room = programs.shape.context - 2
+    room = programs.shape.context - 1
     chunks = {chunk_for(n): n for n in range(min(room, 129), 0, -1)}
     for length in chunks.values():
         one = programs.prefill(programs.prepare([0] * length, max_new_tokens=1))
@@ -152,8 +154,8 @@ def warm_up(programs: Programs) -> tuple[State, dict[int, Cost]]:
     empty = {}
     for size in sizes:
         costs[size] = _measured(programs, one, size)
-        state = programs.insert(programs.spread(one, size), one, jnp.int32(0))
-        empty[size] = programs.evict(state, jnp.ones(size, bool))
+        state = programs.insert(programs.spread(one, size), switch.turned(one, True), 0)
+        empty[size] = programs.evict(state, np.ones(size, bool))
     for old, new in itertools.permutations(sizes, 2):
         programs.resize(empty[old], [0], new)
     return empty[sizes[0]], costs
