@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from jspec import bench, record, report
+from jspec import bench, record, report, verify
 from jspec.compilation import enable_cache
 from jspec.models import load
 from jspec.prompts import load_prompts
@@ -30,7 +30,8 @@ def point(engine: Engine, prompts: list, batch: int, new: int) -> dict:
         engine.submit(prompts[i % len(prompts)], max_new_tokens=new)
         for i in range(batch)
     ]
-    engine.step()  # prefill is not part of it
+    while not all(t.tokens for t in tickets):  # prefill is not part of it
+        engine.step()
     start, already = time.perf_counter(), sum(len(t.tokens) for t in tickets)
     results = engine.run(tickets)
     seconds = time.perf_counter() - start
@@ -78,7 +79,12 @@ def show(args: argparse.Namespace) -> None:
             for method, (drafter, adaptive) in methods.items():
                 draft = bench.method(drafter, model, None, args.gamma).draft
                 engine = Engine(
-                    model, draft, sizes=batch, context=args.context, adaptive=adaptive
+                    model,
+                    draft,
+                    sizes=batch,
+                    context=args.context,
+                    adaptive=adaptive,
+                    rule=verify.greedy,
                 )
                 engine.warm_up()
                 runs = [point(engine, prompts, batch, new) for _ in range(args.runs)]

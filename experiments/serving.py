@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from rich.table import Table
 
-from jspec import bench, record, report
+from jspec import bench, record, report, verify
 from jspec.compilation import enable_cache
 from jspec.models import Model, load
 from jspec.prompts import load_prompts
@@ -93,7 +93,12 @@ def show(args: argparse.Namespace) -> None:
         for name in ("none", args.drafter):
             draft = bench.method(name, model, None, args.gamma).draft
             engine = Engine(
-                model, draft, sizes=sizes, context=args.context, queue=args.queue
+                model,
+                draft,
+                sizes=sizes,
+                context=args.context,
+                queue=args.queue,
+                rule=verify.greedy,
             )
             engine.warm_up()
             for rate in rates:

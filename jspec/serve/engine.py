@@ -55,7 +55,8 @@ class Engine:
       context: most tokens of a request, prompt and new ones together.
       queue: requests that may wait; ``submit`` refuses more.
       rule: accept rule of requests that sample; by default ``coupled``, with which a
-        seed gives the same text in any batch, with and without drafts.
+        seed gives the same text in any batch, with and without drafts. An engine whose
+        rule is ``greedy`` has fewer programs and takes requests of temperature 0 only.
       log_prob: record log-probabilities of new tokens.
       adaptive: leave out drafts where they do not pay; else always draft.
       table: tokens that a request may bias, forbid or force.

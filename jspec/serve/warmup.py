@@ -74,7 +74,13 @@ class Programs:
                 "log_prob is asked for, but the engine records none; start it with "
                 "log_prob=True"
             )
-        return Prepared(self._request([prompt], seed=[seed or 0], **options))
+        prepared = Prepared(self._request([prompt], seed=[seed or 0], **options))
+        if self._rules[False] is verify.greedy and not prepared.cold:
+            raise ValueError(
+                f"temperature is {options['temperature']}, but the engine's rule is "
+                "greedy; start it with another rule, such as coupled"
+            )
+        return prepared
 
     def _request(self, prompts: list, **options) -> generation.Request:
         request = generation.prepare(

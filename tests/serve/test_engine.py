@@ -1,5 +1,6 @@
 """The engine: same tokens in any company, no leaked slot, no mixed answer."""
 
+import functools
 import random
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from test_text import byte_tokenizer
 
 import jspec
-from jspec import drafters
+from jspec import drafters, verify
 from jspec.serve import adaptive, slots
 from jspec.serve.engine import Engine
 from jspec.serve.request import Full
@@ -27,9 +28,14 @@ SMALL = jspec.load_drafter(tiny.model(seed=4, vocab_size=257), MODEL, gamma=2)
 NGRAM = jspec.Draft(drafters.ngram(gamma=3, longest=2, shortest=1), name="ngram")
 
 
-def engine(draft, **options):
-    options = dict(sizes=(2, 4), context=CONTEXT, adaptive=False) | options
-    made = Engine(MODEL, draft, **options)
+DRAFTS = {"ngram": NGRAM, "small": SMALL}
+
+
+@functools.cache
+def engine(name):
+    """An engine that is used by all tests; none may disturb the next."""
+    options = dict(sizes=(2, 4), context=CONTEXT, queue=8, log_prob=True)
+    made = Engine(MODEL, DRAFTS[name], adaptive=False, **options)
     made.warm_up()
     return made
 
@@ -45,15 +51,14 @@ def alone():
     ]
 
 
-@pytest.fixture(scope="module", params=["ngram", "small", "plain"])
+@pytest.fixture(scope="module", params=DRAFTS)
 def running(request):
-    """An engine that is used by all tests; none may disturb the next."""
-    return engine({"ngram": NGRAM, "small": SMALL, "plain": None}[request.param])
+    return engine(request.param)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def ngram():
-    return engine(NGRAM, log_prob=True, queue=8)
+    return engine("ngram")
 
 
 class Compilations:
@@ -98,6 +103,7 @@ def test_latecomers_and_requests_without_drafts_change_nothing(running, alone):
 
 def test_nothing_is_compiled_after_the_warm_up(running):
     before = COMPILATIONS.count
+    assert before > 0  # it does count
     options = [
         {},
         {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "seed": 2},
@@ -118,8 +124,8 @@ def test_nothing_is_compiled_after_the_warm_up(running):
 
 def test_adaptive_switching_keeps_the_tokens(alone, monkeypatch):
     """On and off in turn, however bad for speed."""
-    made = engine(SMALL, adaptive=True)
-    turn = iter(range(10**6))
+    made, turn = engine("small"), iter(range(10**6))
+    monkeypatch.setattr(made, "_adaptive", True)
     monkeypatch.setattr(adaptive, "speculate", lambda *_: next(turn) % 3 == 0)
     before = COMPILATIONS.count
     tickets = [submit(made, i) for i in range(5)]
@@ -162,7 +168,9 @@ def test_pieces_join_to_the_text_and_stops_cut_everything(ngram):
 
 def test_an_end_of_sequence_ends_a_request(alone):
     eos = alone[0][4]
-    made = engine(NGRAM, eos_ids=(eos,), sizes=2)
+    made = Engine(
+        MODEL, NGRAM, eos_ids=(eos,), sizes=1, context=CONTEXT, rule=verify.greedy
+    )
     result = made.run([submit(made, 0)])[0]
     assert result.tokens == alone[0][: alone[0].index(eos) + 1]
     assert result.finish_reason == "eos"
@@ -237,6 +245,9 @@ def test_bad_requests_are_refused_before_they_queue(ngram, options, message):
 def test_bad_engines_are_refused():
     with pytest.raises(ValueError, match="ascending"):
         Engine(MODEL, sizes=(4, 2))
+    with pytest.raises(ValueError, match="temperature is 0.5.*greedy"):
+        cold = Engine(MODEL, sizes=1, context=64, rule=verify.greedy)
+        cold.prepare([1], temperature=0.5)
     with pytest.raises(ValueError, match="records none"):
         Engine(MODEL, sizes=1, context=64).prepare([1], log_prob=True)
     with pytest.raises(ValueError, match="has 96 tokens"):
