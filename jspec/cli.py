@@ -1,5 +1,5 @@
-"""The command line: ``jspec generate``, ``bench``, ``selfgen``, ``train``, ``store``,
-``predict``, ``serve``, ``inspect`` and ``export``.
+"""The command line: ``jspec generate``, ``bench``, ``serve``, ``selfgen``, ``train``,
+``store``, ``predict``, ``inspect`` and ``export``.
 
 Text goes to standard output, everything said about it to standard error. A mistake of
 the user is one line and status 2; Ctrl-C is status 130.
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from jspec import bench, cli_heads, cli_predict, cli_store, cli_train
+from jspec import bench, cli_heads, cli_predict, cli_serve, cli_store, cli_train
 from jspec.compilation import enable_cache
 from jspec.generation import stream
 from jspec.models import load
@@ -27,6 +27,7 @@ BENCH = """Compares drafters with plain decoding on the same prompts.
 
   jspec bench --methods ngram --limit 6 --max-new-tokens 64
   jspec bench --methods none,ngram --json results.jsonl
+  jspec bench --cost-table costs.json --batch 8 --gamma 7
 """
 
 
@@ -174,9 +175,17 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--gamma", type=int, metavar="N", help="tokens drafted a round"
     )
+    command.add_argument(
+        "--cost-table",
+        metavar="FILE",
+        help="instead measure what a forward of --batch sequences costs over blocks of 1 "
+        "to gamma + 1 tokens, and write it for the scheduler",
+    )
 
 
 def _bench(args: argparse.Namespace) -> None:
+    if args.cost_table:
+        return cli_serve.write_cost_table(args)
     names = [name.strip() for name in (args.methods or args.drafter).split(",")]
 
     def methods(model, args):
@@ -188,6 +197,7 @@ def _bench(args: argparse.Namespace) -> None:
 COMMANDS = {
     "generate": (_add_generate, GENERATE, "continue a prompt"),
     "bench": (_add_bench, BENCH, "compare drafters with plain decoding"),
+    "serve": (cli_serve.add_serve, cli_serve.SERVE, "answer over HTTP"),
     "selfgen": (cli_train.add_selfgen, cli_train.SELFGEN, "write a corpus"),
     "train": (cli_train.add_train, cli_train.TRAIN, "train a head"),
     "store": (cli_store.add_store, cli_store.STORE, "texts to copy drafts from"),

@@ -134,9 +134,9 @@ class Request:
         return decode.prefill(
             self.params,
             self.options,
-            jnp.asarray(tokens),
-            jnp.asarray([len(p) for p in self.prompts], jnp.int32),
-            jnp.asarray(self.limit, jnp.int32),
+            tokens,
+            np.asarray([len(p) for p in self.prompts], np.int32),
+            np.asarray(self.limit, np.int32),
             target=self.model.target,
             drafter=self.draft.drafter,
             slots=self.slots,
@@ -191,7 +191,7 @@ def prepare(
       TypeError: a drafter that is none.
     """
     config = model.target.config
-    draft = _as_draft(drafter)
+    draft = as_draft(drafter)
     if draft.vocab_size not in (None, config.vocab_size):
         raise ValueError(
             f"{draft.name} was made for a target with {draft.vocab_size} tokens, but "
@@ -233,7 +233,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(cast(Sequence[Prompt], prompts))
 
 
-def _as_draft(drafter: Drafter | Draft | None) -> Draft:
+def as_draft(drafter: Drafter | Draft | None) -> Draft:
+    """A drafter with its weights, from whatever stands for one.
+
+    Raises:
+      TypeError: nothing of that kind.
+    """
     if drafter is None:
         return Draft(decode.no_drafts(), name="none")
     if isinstance(drafter, Draft):
@@ -343,10 +348,15 @@ def _raise_on_fault(reason: np.ndarray, length: np.ndarray) -> None:
     rows = np.flatnonzero(reason == FAULT)
     if rows.size:
         row = int(rows[0])
-        raise FloatingPointError(
-            f"the target's logits are not finite in row {row} after {length[row]} "
-            "tokens; check the weights, or use a wider dtype"
-        )
+        raise fault(int(length[row]), f" in row {row}")
+
+
+def fault(length: int, where: str = "") -> FloatingPointError:
+    """What is wrong with a row that ended by a FAULT after ``length`` tokens."""
+    return FloatingPointError(
+        f"the target's logits are not finite{where} after {length} tokens; check the "
+        "weights, or use a wider dtype"
+    )
 
 
 def _output(state, request, detok, seconds, prefill_seconds) -> Output:

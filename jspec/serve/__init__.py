@@ -1,0 +1,1 @@
+"""Serving: slots and continuous batching, cost-aware scheduling, an HTTP server."""
