@@ -16,6 +16,7 @@ from jspec.types import Array
 
 _LEAST_ROWS = 64  # smaller products are not worth a thread
 _MANY = 256  # columns of a product that keeps all cores busy by itself
+_PRECISION = "jax_default_matmul_precision"
 _ALIGNED = 16  # rows of float32 whose memory begins at a multiple of 64 bytes
 
 
@@ -104,7 +105,7 @@ def _many(x: Array, w: Array) -> Array:
     TPUs and GPUs honour ``jax.default_matmul_precision("bfloat16")``; XLA:CPU leaves the
     operands as they are, so that here they are rounded by hand.
     """
-    if jax.config.jax_default_matmul_precision == "bfloat16":
+    if getattr(jax.config, _PRECISION) == "bfloat16":
         return _in_bfloat16(x, w).astype(x.dtype)
     return _product(x, w, 1, 1).astype(x.dtype)
 
