@@ -29,6 +29,10 @@ from jspec.types import Drafter
 RECYCLED = tree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]])
 
 
+# What --smoke runs: every kind of block, state and params.
+SMOKE = ("prompt lookup", "suffix decoding", "Lookahead", "trained head", "both")
+
+
 def copied(
     name: str, family: str, make: Callable[..., Drafter], *args, **more
 ) -> Entry:
