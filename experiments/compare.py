@@ -2,7 +2,8 @@
 
 Each is run against plain decoding of the same prompts, in turn, and its text is compared
 with that. With --json what is finished is on disk, and a second start goes on from there;
---plots draws speed-up by task, tau against cost, and acceptance by depth.
+--plots draws speed-up by task, tau against cost, and acceptance by depth. --smoke runs one
+method of every kind on two prompts.
 
     python experiments/compare.py --limit 12 --json results.jsonl --plots figures
     python experiments/compare.py --only "ngram 3" "ngram 7" --gamma 3 7
@@ -26,6 +27,10 @@ from jspec.types import Drafter
 
 # For a small machine: few nodes, and cheap rounds where nothing is found.
 RECYCLED = tree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]])
+
+
+# What --smoke runs: every kind of block, state and params.
+SMOKE = ("prompt lookup", "suffix decoding", "Lookahead", "trained head", "both")
 
 
 def copied(
@@ -86,7 +91,7 @@ def _rest(folder: str, model: Model) -> Draft:
 
 
 def chosen(args: argparse.Namespace) -> list[Entry]:
-    """The methods asked for by --only.
+    """The methods asked for: by --only, by --smoke one of every kind, else all.
 
     Raises:
       ValueError: one of them does not exist.
@@ -96,7 +101,12 @@ def chosen(args: argparse.Namespace) -> list[Entry]:
     unknown = [name for name in args.only or () if name not in names]
     if unknown:
         raise ValueError(f"there is no method {unknown[0]!r}; there are: {names}")
-    return [e for e in every if not args.only or e.name in args.only]
+    if args.only:
+        return [e for e in every if e.name in args.only]
+    if args.smoke:
+        first = {e.family: e for e in reversed(every)}
+        return [first[family] for family in SMOKE if family in first]
+    return every
 
 
 def compare(args: argparse.Namespace) -> list[dict]:

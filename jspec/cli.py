@@ -81,8 +81,8 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
         "--draft",
         default="ngram",
         metavar="DRAFTER",
-        help="ngram, none, or a model as for --target, which drafts as a small model "
-        "(ngram)",
+        help="ngram, suffix, .. as for jspec bench, none, a folder with a head, or a "
+        "model as for --target (ngram)",
     )
     add("--gamma", type=int, metavar="N", help="tokens drafted a round")
     add(
