@@ -1,24 +1,30 @@
 """What drafting costs as blocks grow: one pass for DFlash, one a token for EAGLE.
 
 Fresh drafters, for time does not depend on what they have learnt: DFlash with two layers
-and EAGLE-3 with one, both over the same draft vocabulary, drafting chains. Milliseconds of
-``propose`` and ``update`` (``jspec.measure.terms``), batch 1.
+and EAGLE-3 with one, both over the same draft vocabulary, drafting chains after 100 tokens of
+which one is new. Milliseconds of ``propose`` and ``update``, batch 1, greedy.
 
     python benchmarks/draft_growth.py --gamma 4 7 15
 """
 
 import argparse
+import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jspec
-from jspec import measure, report
+from jspec import report, sampling, timing
 from jspec.compilation import enable_cache
 from jspec.drafters import eagle, growth
 from jspec.drafters.loading import block_draft
 from jspec.train.block_starts import fresh_dflash, with_markov
 from jspec.train.starts import fresh_eagle3
+from jspec.types import Feedback, Verdict
+
+TEXT = 100  # tokens before the block
 
 
 def drafts(model, gamma: int, vocab: int) -> dict[str, jspec.Draft]:
@@ -39,6 +45,36 @@ def drafts(model, gamma: int, vocab: int) -> dict[str, jspec.Draft]:
     }
 
 
+def loop(model, draft: jspec.Draft):
+    """The drafter's share of a round, ready to be run so many times."""
+    drafter = draft.drafter
+    width = len(drafter.shape.taps) * model.config.hidden
+    size = model.config.vocab_size
+    options = sampling.options(1, vocab_size=size, eos_ids=(), temperature=0.0)
+    text = jnp.arange(5, 5 + TEXT)[None]
+    features = jax.random.normal(jax.random.key(1), (1, TEXT, width))
+    given = jspec.Context(text, jnp.array([TEXT]), options, features)
+    state = jax.jit(drafter.init)(draft.params, given)
+    arguments = draft.params, options, text, features[:, : drafter.shape.nodes]
+    one = timing.Loop(_step, (drafter,), state)
+    return functools.partial(one.run, arguments)
+
+
+def _step(drafter, given, state, zero):
+    params, options, text, features = given
+    context = jspec.Context(text + zero, jnp.array([TEXT]), options)
+    key = jax.random.split(jax.random.key(2), 1)
+    block, drafted = drafter.propose(params, state, key, context)
+    path = jnp.where(jnp.arange(drafter.shape.depth + 1) == 0, 0, -1)[None]
+    verdict = Verdict(path, jnp.array([0]), jnp.array([7]))
+    told = Feedback(block, verdict, jnp.zeros(()), features, options)
+    new = drafter.update(params, drafted, told)
+    cache = new.cache.rewind(state.cache.length)
+    out = getattr(new, "out", None)  # what EAGLE drafts from
+    kept = dataclasses.replace(state, cache=cache)
+    return kept, (block.token, new.cache.length, out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="smollm2-135m")
@@ -48,12 +84,15 @@ def main() -> None:
     args = parser.parse_args()
     enable_cache()
     model = jspec.load(args.target)
-    prompt = list(range(5, 105))
+    loops = {
+        (name, gamma): loop(model, draft)
+        for gamma in args.gamma
+        for name, draft in drafts(model, gamma, args.vocab).items()
+    }
+    times = timing.in_turn(loops, 8, args.runs)
     found: dict[str, list[float]] = {}
-    for gamma in args.gamma:
-        for name, draft in drafts(model, gamma, args.vocab).items():
-            one = measure.terms(model, draft, [prompt], slots=256, runs=args.runs)
-            found.setdefault(name, []).append(one.draft)
+    for (name, _), time in times.items():
+        found.setdefault(name, []).append(time)
     out = report.console()
     out.print(f"T_draft in ms, gamma {' '.join(map(str, args.gamma))}, last over first")
     for name, times in found.items():
