@@ -97,11 +97,12 @@ def platform() -> str:
 
 
 def choose(q: Array, k_cache: Array, k_block: Array, window: int | None = None) -> str:
-    """The implementation that ``impl=None`` takes: this platform's kernel where it can
-    run on these arrays, XLA elsewhere."""
-    name = platform()
-    runs = name in _DTYPES and obstacle(name, q, k_cache, k_block, window) is None
-    return name if runs else "xla"
+    """The implementation that ``impl=None`` takes: the TPU kernel where it can run on these
+    arrays, XLA elsewhere. The GPU kernel has to be asked for, until it has been measured.
+    """
+    if platform() != "tpu" or obstacle("tpu", q, k_cache, k_block, window):
+        return "xla"
+    return "tpu"
 
 
 def obstacle(
