@@ -34,7 +34,7 @@ DRAFTS = {"ngram": NGRAM, "small": SMALL}
 @functools.cache
 def engine(name):
     """An engine that is used by all tests; none may disturb the next."""
-    options = dict(sizes=(2, 4), context=CONTEXT, queue=8, log_prob=True)
+    options = dict(sizes=(2, 4), context=CONTEXT, log_prob=True)
     made = Engine(MODEL, DRAFTS[name], adaptive=False, **options)
     made.warm_up()
     return made
@@ -176,7 +176,8 @@ def test_an_end_of_sequence_ends_a_request(alone):
     assert result.finish_reason == "eos"
 
 
-def test_the_queue_is_bounded(ngram):
+def test_the_queue_is_bounded(ngram, monkeypatch):
+    monkeypatch.setattr(ngram, "_queue_limit", 8)
     tickets = [ngram.submit([1, 2], max_new_tokens=2) for _ in range(8)]
     with pytest.raises(Full, match="8 requests are waiting"):
         ngram.submit([1, 2], max_new_tokens=2)
@@ -198,8 +199,9 @@ def test_cancels_and_deadlines_free_their_slots(ngram, alone):
     assert ngram.load == (0, 0)
 
 
-def test_random_traffic_leaks_no_slot_and_mixes_no_answers(ngram, alone):
-    """Cancels at any time, stops, budgets of one token, in waves."""
+def test_random_traffic_leaks_no_slot_and_mixes_no_answers(ngram, alone, monkeypatch):
+    """Cancels at any time, budgets of one token, a queue that is full at times."""
+    monkeypatch.setattr(ngram, "_queue_limit", 8)
     chance, live, checked = random.Random(0), [], 0
     for _ in range(250):
         for _ in range(chance.choice((0, 0, 1, 2))):
