@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jspec import sampling as smp
 from jspec.drafters import paths
 from jspec.state import pending
 from jspec.tree import Topology
@@ -51,7 +52,7 @@ def recycling(vocab_size: int, topology: Topology) -> Drafter:
 
     def update(params, table: Array, feedback: Feedback) -> Array:
         del params
-        said = lax.top_k(feedback.logits, width)[1]
+        said = _leaders(feedback.logits, width)
         block = feedback.block
         live = block.live & (feedback.verdict.n_accept >= 0)[:, None]
         return jax.vmap(_learn)(table, block.token, live, said)
@@ -69,6 +70,18 @@ def _read(topology: Topology, table: Array, root: Array):
         token.append(jnp.where(token[up] >= 0, guess, -1))
     token = jnp.stack(token[1:])
     return token, jnp.asarray(topology.parent[1:]), token >= 0
+
+
+def _leaders(logits: Array, count: int) -> Array:
+    """The ``count`` best tokens of every row, ``[B, N, count]``.
+
+    One after the other: a top_k over the vocabulary costs a CPU more than a few maxima.
+    """
+    found, ids = [], jnp.arange(logits.shape[-1])
+    for _ in range(count):
+        found.append(smp.argmax(logits))
+        logits = jnp.where(ids == found[-1][..., None], -jnp.inf, logits)
+    return jnp.stack(found, -1)
 
 
 def _learn(table: Array, token: Array, live: Array, said: Array) -> Array:

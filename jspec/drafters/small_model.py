@@ -80,7 +80,9 @@ def small_model(
             chunk=chunk,
             dtype=dtype,
         )
-        return Drafting(cache, jnp.full((len(context.length), gamma + 1), -1))
+        return Drafting(
+            cache, jnp.full((len(context.length), gamma + 1), -1, jnp.int32)
+        )
 
     def propose(params, state: Drafting, key, context: Context):
         cache = _read(model, params, state.cache, context)
