@@ -51,6 +51,8 @@ def tpu_mesh(chip: str, devices: int = 1) -> Mesh:
         )
     # libtpu would ask a cloud machine's metadata server who it is.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # Without a chip nothing is locked: several processes may compile at once.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
     name = TPUS[chip][0 if devices <= 4 else 1]
