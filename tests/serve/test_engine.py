@@ -203,7 +203,7 @@ def test_random_traffic_leaks_no_slot_and_mixes_no_answers(ngram, alone, monkeyp
     """Cancels at any time, budgets of one token, a queue that is full at times."""
     monkeypatch.setattr(ngram, "_queue_limit", 8)
     chance, live, checked = random.Random(0), [], 0
-    for _ in range(250):
+    for _ in range(400):
         for _ in range(chance.choice((0, 0, 1, 2))):
             i, new = chance.randrange(5), chance.choice((1, 5, NEW))
             try:
