@@ -154,10 +154,10 @@ def said(chip: str, table: Table) -> str:
         )
     device = "half a chip" if chip == "tpu7x" else "one chip"
     kept = f"Compiled for {device}; FLOPs, bytes and memory are XLA's, of one device."
-    times = "XLA's estimates" if table.source == "XLA" else "the bounds"
     return (
-        f"{kept} XLA's bytes count copies within the chip too. The bound is arithmetic over "
-        f"the sizes and data-sheet peaks. T_draft and T_verify are {times}. "
+        f"{kept} XLA's bytes and time count copies within the chip too, up to five times. The "
+        f"bound is arithmetic over the sizes and data-sheet peaks; T_draft and T_verify are "
+        f"bounds. "
         f"Layers of one kind were compiled once and twice and extrapolated. "
         f"Attention: {table.attention}."
     )
@@ -233,7 +233,6 @@ def _write(args: argparse.Namespace, chip: str, batch: int, table: Table) -> Non
         devices=args.devices,
         batch=batch,
         length=args.length,
-        source=table.source,
         compiled=table.compiled,
         t_decode_ms=1e3 * table.plain.verify,
     )

@@ -5,8 +5,13 @@ compiled for the chip (TPUs, where ``libtpu`` is installed), with abstract weigh
 bytes, memory and the estimated time are those of the compiled programs. Of every kind of
 layer a model of one and one with a second are compiled, and the rest follows, for equal
 layers cost the same. *Arithmetic*: closed forms over the sizes, for any chip: what must be
-computed and what must cross the memory bus once. The bound of the roofline
-(``jspec.roofline``) is always arithmetic: XLA's bytes count copies within the chip too.
+computed and what must cross the memory bus once.
+
+The terms of a speed-up are the bounds of the roofline (``jspec.roofline``) over the latter.
+XLA's bytes, and its time with them, count a weight that is fetched to the chip ahead of its
+product up to five times (the copy's two sides, its end, the product); a product with one
+row fetches nothing, so that ratios of XLA's times would favour short blocks. Its FLOPs of one
+row are 2.5 times the usual count, for such a product is written with vector operations.
 """
 
 from __future__ import annotations
@@ -74,23 +79,21 @@ class Prediction:
       costs: of the phases ``propose``, ``update``, ``score``, ``accept``, ``append``;
         XLA's where ``Table.compiled``, arithmetic elsewhere.
       bounds: seconds of the phases on the roofline, always arithmetic.
-      times: seconds of the phases, XLA's or the bounds as ``Table.source`` says.
       tau: tokens a round, bonus included, or None without an acceptance profile.
     """
 
     setting: Setting | None
     costs: dict[str, Cost]
     bounds: dict[str, float]
-    times: dict[str, float]
     tau: float | None = None
 
     @property
     def draft(self) -> float:
-        return self.times["propose"] + self.times["update"]
+        return self.bounds["propose"] + self.bounds["update"]
 
     @property
     def verify(self) -> float:
-        return self.times["score"] + self.times["accept"] + self.times["append"]
+        return self.bounds["score"] + self.bounds["accept"] + self.bounds["append"]
 
     @property
     def memory(self) -> float:
@@ -104,14 +107,12 @@ class Table:
 
     Attributes:
       plain: a step of plain decoding.  rows: one a setting.
-      source: whose ``times`` are: "XLA" or "roofline".
       compiled: were FLOPs and bytes taken from compiled programs?
       attention: which kernel the programs call.
     """
 
     plain: Prediction
     rows: tuple[Prediction, ...]
-    source: str
     compiled: bool
     attention: str
 
@@ -208,22 +209,19 @@ def predict(
     every = (None, *settings)
     least = [arithmetic(config, drafter, s, batch, length, devices) for s in every]
     bounds = [{name: c.bound(peak) for name, c in costs.items()} for costs in least]
-    found, source, times = least, "roofline", bounds
+    found = least
     if mesh is not None:
         found = [compiled(config, drafter, s, mesh, batch, length) for s in every]
-        seconds = [{name: c.seconds for name, c in each.items()} for each in found]
-        if all(s is not None for each in seconds for s in each.values()):
-            source, times = "XLA", seconds
     rows = []
-    for setting, *parts in zip(every, found, bounds, times, strict=True):
+    for setting, *parts in zip(every, found, bounds, strict=True):
         tau = None
         if setting is not None and acceptance is not None:
             tau = expected_tau(setting, acceptance)
-        rows.append(Prediction(setting, *parts, tau))  # type: ignore[arg-type]
+        rows.append(Prediction(setting, *parts, tau))
     kernel = "none compiled"
     if mesh is not None:
         kernel = "Pallas (tpu)" if devices == 1 else "XLA"
-    return Table(rows[0], tuple(rows[1:]), source, mesh is not None, kernel)
+    return Table(rows[0], tuple(rows[1:]), mesh is not None, kernel)
 
 
 # --- XLA's figures --------------------------------------------------------------------
