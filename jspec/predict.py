@@ -213,11 +213,11 @@ def predict(
     if mesh is not None:
         found = [compiled(config, drafter, s, mesh, batch, length) for s in every]
     rows = []
-    for setting, *parts in zip(every, found, bounds, strict=True):
+    for setting, costs, bound in zip(every, found, bounds, strict=True):
         tau = None
         if setting is not None and acceptance is not None:
             tau = expected_tau(setting, acceptance)
-        rows.append(Prediction(setting, *parts, tau))
+        rows.append(Prediction(setting, costs, bound, tau))
     kernel = "none compiled"
     if mesh is not None:
         kernel = "Pallas (tpu)" if devices == 1 else "XLA"
