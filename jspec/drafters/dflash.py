@@ -28,7 +28,16 @@ from jspec.drafters.diffusion import (
     logits,
 )
 from jspec.state import pending
-from jspec.types import Array, Context, Drafter, DraftShape, Feedback, Law, chain
+from jspec.types import (
+    Array,
+    Block,
+    Context,
+    Drafter,
+    DraftShape,
+    Feedback,
+    Law,
+    chain,
+)
 
 
 def independent(
@@ -40,7 +49,12 @@ def independent(
     ``key [B]``. All ways to choose have these arguments.
     """
     del anchor
-    law = smp.target_law(logits(design, params, hidden), sampling).p
+    return draw_rows(logits(design, params, hidden), key, sampling)
+
+
+def draw_rows(logits: Array, key: Array, sampling) -> Drafts:
+    """Draws every row of ``logits [B, G, V']`` by itself; ``key [B]``."""
+    law = smp.target_law(logits, sampling).p
     keys = jax.vmap(lambda k: jax.random.split(k, law.shape[1]))(key)
     uniform = jax.vmap(jax.vmap(jax.random.uniform))(keys)
     return Drafts(jax.vmap(jax.vmap(smp.draw))(uniform, law), law)
@@ -126,7 +140,7 @@ def drafter(
         if least > 0:
             live = jnp.cumprod(drafts.confidence >= least, 1).astype(bool)
         return (
-            _block(params, anchor, drafts, live, dense),
+            block(params.to_target, anchor, drafts, live, dense),
             dataclasses.replace(state, confidence=drafts.confidence),
         )
 
@@ -179,10 +193,14 @@ def widths(gamma: int, least: float) -> tuple[int, ...]:
     return tuple(w for w in (1, 2, 4, 8) if w <= gamma) if least > 0 else ()
 
 
-def _block(params: Weights, anchor: Array, drafts: Drafts, live: Array, dense: bool):
-    """The chain ``anchor -> draft 1 -> ..`` in target ids, with its law."""
-    token, ids = drafts.token, params.to_target
-    token = token if ids is None else ids[token]
+def block(
+    ids: Array | None, anchor: Array, drafts: Drafts, live: Array, dense: bool
+) -> Block:
+    """The chain ``anchor -> draft 1 -> ..`` in target ids, with its law.
+
+    ``ids [V']`` are the target's of a draft vocabulary, ``live [B, G]`` says of drafts.
+    """
+    token = drafts.token if ids is None else ids[drafts.token]
     law = Law()
     if dense:
         q = jnp.pad(drafts.law, ((0, 0), (0, 1), (0, 0)))  # nothing follows the last

@@ -40,6 +40,7 @@ class Weights:
       embed_norm, hidden_norm: EAGLE-3, on the two halves of the attention's input.
       final_norm: ``[M]`` before the head.
       to_target: ``[V']`` int32 target ids of a reduced vocabulary.
+      mask_hidden: ``[F]``, P-EAGLE, stands for features that are not known yet.
     """
 
     embed: Array
@@ -52,6 +53,7 @@ class Weights:
     hidden_norm: Any = None
     final_norm: Any = None
     to_target: Array | None = None
+    mask_hidden: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Design:
       read: what it makes of the tapped features: ``as_is`` or ``fuse``.
       norm_before_residual: EAGLE-3, the residual is the normed feature.
       norm_output: the feature fed back is the normed output.
+      mask_id: P-EAGLE, the token that stands for those that are not known yet.
     """
 
     config: Config
@@ -73,6 +76,7 @@ class Design:
     read: Callable
     norm_before_residual: bool = False
     norm_output: bool = False
+    mask_id: int | None = None
 
 
 def eagle1(design: Design, params: Weights, e: Array, g: Array, attention: Attention):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from jspec.drafters import dflash, eagle, growth, mtp
+from jspec.drafters import dflash, eagle, growth, mtp, peagle
 from jspec.drafters.draft import Draft
 from jspec.drafters.growth import Grower
 from jspec.drafters.heads import Blockwise, Medusa, blockwise, medusa
@@ -116,6 +116,13 @@ def _draft(
         return Draft(blockwise(head, size, tree), head, name, size)
     if isinstance(grower, Topology):
         grower = growth.ranked(grower)
+    if isinstance(head, Head) and head.design.mask_id is not None:
+        if grower is not None:
+            raise ValueError(
+                f"{name} is a P-EAGLE head, which drafts chains; use gamma"
+            )
+        drafter = peagle.drafter(head.design, gamma or 4, dtype=dtype)
+        return Draft(drafter, head.weights, name, size)
     if isinstance(head, Head):
         grower = grower or _grower(gamma)
         drafter = eagle.drafter(head.design, grower, dtype=dtype)

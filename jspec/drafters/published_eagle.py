@@ -1,7 +1,7 @@
 """EAGLE heads in the folders that others publish and read.
 
-Three layouts: EAGLE-1/2 and EAGLE-3 as the authors and SpecForge write them, and EAGLE-3 as
-the speculators library writes it. Which one a folder has is read off its config and keys.
+Three layouts: EAGLE-1/2 and EAGLE-3 as the authors and SpecForge write them, and EAGLE-3 and
+P-EAGLE as the speculators library writes them. Which one a folder has is read off its config and keys.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Head:
 def is_eagle(config: dict) -> bool:
     """Does a ``config.json`` look like that of an EAGLE head?"""
     if "speculators_model_type" in config:
-        return config["speculators_model_type"] == "eagle3"
+        return config["speculators_model_type"] in ("eagle3", "peagle")
     eagle3 = "LlamaForCausalLMEagle3" in (config.get("architectures") or [])
     # An EAGLE-1 config is a Llama config of one layer; the flag is what tells it apart.
     return eagle3 or "draft_vocab_size" in config or "bias" in config
@@ -98,6 +98,8 @@ def save_eagle(
         arrays["fc.weight"] = np.asarray(weights.fc)
     if weights.fc_bias is not None:
         arrays["fc.bias"] = np.asarray(weights.fc_bias)
+    if weights.mask_hidden is not None:
+        arrays["mask_hidden"] = np.asarray(weights.mask_hidden)[None, None]
     arrays |= _feature_norms(weights.feature_norm)
     arrays = {key: np.asarray(jnp.asarray(a, dtype)) for key, a in arrays.items()}
     vocab_size, ids = weights.embed.shape[0], weights.to_target
@@ -142,14 +144,24 @@ def _official_design(hf: dict, target: Model) -> Design:
 
 
 def _speculators_design(hf: dict, target: Model) -> Design:
-    ids = hf.get("eagle_aux_hidden_state_layer_ids")
+    ids, mask_id = hf.get("eagle_aux_hidden_state_layer_ids"), None
+    if hf["speculators_model_type"] == "peagle":
+        mask_id = hf.get("mask_token_id")
+        vocab_size = target.config.vocab_size
+        if mask_id is None or not 0 <= mask_id < vocab_size:
+            raise ValueError(
+                f"mask_token_id is {mask_id}; a P-EAGLE head needs one of "
+                f"{target.name}'s {vocab_size} tokens"
+            )
     return Design(
         _layers_config(hf["transformer_layer_config"]),
         tuple(ids) if ids else default_taps(target.config.layers),
         eagle.eagle3,
         eagle.fuse,
         norm_before_residual=bool(hf.get("norm_before_residual")),
-        norm_output=bool(hf.get("norm_output")),
+        # The library's own P-EAGLE does not heed it either: nothing is fed back.
+        norm_output=mask_id is None and bool(hf.get("norm_output")),
+        mask_id=mask_id,
     )
 
 
@@ -161,7 +173,8 @@ def _config(head: Head, vocab_size: int) -> dict:
         raise ValueError("the speculators layout has no place for an EAGLE-1 head")
     if head.layout == SPECULATORS:
         return _speculators_config(head, layers, draft_size)
-    if design.norm_before_residual or design.norm_output or design.config.layers > 1:
+    variants = design.norm_before_residual, design.norm_output, design.mask_id
+    if any(x not in (False, None) for x in variants) or design.config.layers > 1:
         raise ValueError("the official layout has no place for this head's variants")
     if design.first is eagle.eagle1:
         return layers | {"bias": head.weights.fc_bias is not None}
@@ -185,20 +198,28 @@ def _config(head: Head, vocab_size: int) -> dict:
 
 def _speculators_config(head: Head, layers: dict, draft_size: int) -> dict:
     design, norm = head.design, head.weights.feature_norm
-    library = tensors.speculators_config("eagle3", layers["architectures"], tokens=5)
-    return library | {
-        "architectures": ["Eagle3DraftModel"],
-        "transformer_layer_config": layers,
-        "draft_vocab_size": draft_size,
-        "eagle_aux_hidden_state_layer_ids": list(design.taps),
-        "target_hidden_size": None,
-        "norm_before_residual": design.norm_before_residual,
-        "norm_output": design.norm_output,
-        "norm_before_fc": norm is not None and norm.ndim == 1,
-        "fc_norm": norm is not None and norm.ndim == 2,
-        "embed_requires_grad": False,
-        "tie_word_embeddings": False,
-    }
+    kind, name = "eagle3", "Eagle3DraftModel"
+    own: dict = {"embed_requires_grad": False}
+    if design.mask_id is not None:
+        kind, name = "peagle", "PEagleDraftModel"
+        own = {"embed_requires_grad": True, "mask_token_id": design.mask_id}
+    library = tensors.speculators_config(kind, layers["architectures"], tokens=5)
+    return (
+        library
+        | own
+        | {
+            "architectures": [name],
+            "transformer_layer_config": layers,
+            "draft_vocab_size": draft_size,
+            "eagle_aux_hidden_state_layer_ids": list(design.taps),
+            "target_hidden_size": None,
+            "norm_before_residual": design.norm_before_residual,
+            "norm_output": design.norm_output,
+            "norm_before_fc": norm is not None and norm.ndim == 1,
+            "fc_norm": norm is not None and norm.ndim == 2,
+            "tie_word_embeddings": False,
+        }
+    )
 
 
 # --- tensors ----------------------------------------------------------------------------
@@ -247,6 +268,8 @@ def _shapes(design: Design, layout: str, found: dict, target: Model):
         return shapes, frozenset(optional)
     features = len(design.taps) * tapped
     shapes["fc.weight"] = (width, features)
+    if design.mask_id is not None:
+        shapes["mask_hidden"] = (1, 1, features)
     if "input_norm.weight" in found:
         shapes["input_norm.weight"] = (features,)
     if "fc_norm.0.weight" in found:
@@ -284,6 +307,7 @@ def _weights(
         norm = jnp.asarray(np.stack(every), dtype)
     embed = optional("embed_tokens.weight")
     head = optional("lm_head.weight") if wide else None
+    mask_hidden = optional("mask_hidden")
     return Weights(
         embed=target.params.embed if embed is None else embed,
         layers=tuple(names.layer_of(design.config, layers[i]) for i in sorted(layers)),
@@ -292,6 +316,7 @@ def _weights(
         fc_bias=optional("fc.bias"),
         feature_norm=norm,
         to_target=None if ids is None else jnp.asarray(ids),
+        mask_hidden=None if mask_hidden is None else mask_hidden[0, 0],
         **top,
     )
 

@@ -10,8 +10,9 @@ from parity import CLOSE, DATA, ids, paths, recorded, retrieved_paths
 
 import jspec
 from jspec import tree
-from jspec.drafters import eagle, growth
+from jspec.drafters import eagle, growth, peagle
 from jspec.drafters.published_eagle import load_eagle
+from jspec.testing import tiny
 
 CASES = {  # head -> (target, tokens drafted from)
     "eagle1_L1": "eagle1_target",
@@ -122,3 +123,61 @@ def test_greedy_loop(name, target):
     assert out.tokens[0] == expected
     if name == "eagle2_good":
         assert out.stats.tau > 1.5
+
+
+def test_parallel_rows():
+    """P-EAGLE's training rows (anchor, depth): any of them may be a mask row."""
+    name = "spec_peagle_llama"
+    head = load_eagle(DATA / name, tiny.model(vocab_size=96, hidden=32, layers=6))
+    design, weights, io = head.design, head.weights, recorded(name)
+    anchor, depth = io["out.anchor_pos"], io["out.depth"]
+    place, first = anchor + depth, depth == 0
+    document = io["in.document_ids"][0][place]
+    token = np.where(first, io["in.input_ids"][0][place], design.mask_id)[None]
+    features = np.where(
+        first[:, None], io["in.hidden_states"][0][place], weights.mask_hidden
+    )[None]
+    committed = first & (anchor <= anchor[:, None])
+    own = (anchor == anchor[:, None]) & (depth <= depth[:, None])
+    mask = (document == document[:, None]) & (committed | own)
+    cache = eagle.net(design).init_cache(1, 8, jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        hidden = eagle.fuse(design, weights, jnp.asarray(features))
+        out, _ = eagle.step(
+            design,
+            weights,
+            cache,
+            ids(token),
+            hidden,
+            jnp.asarray(mask[None]),
+            ids(place[None]),
+            None,
+        )
+        logits = eagle.logits(design, weights, out)
+    inside = document >= 0
+    np.testing.assert_allclose(logits[0][inside], io["out.logits"][0][inside], **CLOSE)
+
+
+def test_a_round_is_rows_of_one_anchor():
+    """What is drafted after committed pairs equals training rows of the last anchor."""
+    name = "spec_peagle_llama"
+    head = load_eagle(DATA / name, tiny.model(vocab_size=96, hidden=32, layers=6))
+    design, weights, io = head.design, head.weights, recorded(name)
+    features = jnp.asarray(io["in.hidden_states"][:, :4])
+    token = ids(io["in.input_ids"][:, :4])
+    out, kv = forward(head, features, token)
+    cache = eagle.net(design).init_cache(1, 32, jnp.float32)
+    cache = cache.append(kv, jnp.arange(4)[None], jnp.asarray([4]))
+    drafted = peagle.masked(design, weights, cache, 2)
+    more = jnp.broadcast_to(weights.mask_hidden, (1, 2, features.shape[-1]))
+    token = jnp.concatenate([token, jnp.full((1, 2), design.mask_id)], 1)
+    whole, _ = forward(head, jnp.concatenate([features, more], 1), token)
+    np.testing.assert_allclose(drafted, whole[:, 4:], **CLOSE)
+    with pytest.raises(ValueError, match="drafts chains; use gamma"):
+        jspec.load_drafter(
+            DATA / name,
+            tiny.model(vocab_size=96, hidden=32, layers=6),
+            grower=growth.dynamic(7, 3, 3),
+        )
+    with pytest.raises(ValueError, match="no mask token"):
+        peagle.drafter(dataclasses.replace(design, mask_id=None))

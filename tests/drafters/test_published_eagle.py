@@ -99,7 +99,9 @@ def test_official_eagle1_keys(tmp_path):
     assert is_eagle(config)
 
 
-@pytest.mark.parametrize("name", ["spec_eagle3_llama", "spec_eagle3_qwen3_2l_fcnorm"])
+@pytest.mark.parametrize(
+    "name", ["spec_eagle3_llama", "spec_eagle3_qwen3_2l_fcnorm", "spec_peagle_llama"]
+)
 def test_speculators_keys_and_config_are_theirs(name, tmp_path):
     save_eagle(load_eagle(DATA / name, TARGET), tmp_path, jnp.float32)
     theirs = load_file(DATA / name / "model.safetensors")

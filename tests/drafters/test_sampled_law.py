@@ -9,7 +9,7 @@ from scipy import stats
 
 import jspec
 from jspec import sampling, tree
-from jspec.drafters import dspark, eagle, growth
+from jspec.drafters import dspark, eagle, growth, peagle
 from jspec.drafters.loading import block_draft
 from jspec.testing import tiny
 from jspec.train.block_starts import fresh_dflash, with_markov, with_selector
@@ -30,6 +30,15 @@ def eagle3(grower):
     ids = np.arange(0, VOCAB, 2, dtype=np.int32)
     head = fresh_eagle3(MODEL, (0, 1, 2), ids, jax.random.key(1))
     return jspec.Draft(eagle.drafter(head.design, grower), head.weights)
+
+
+def parallel():
+    ids = np.arange(0, VOCAB, 2, dtype=np.int32)
+    head = fresh_eagle3(MODEL, (0, 1, 2), ids, jax.random.key(1))
+    unknown = jax.random.normal(jax.random.key(6), (head.weights.fc.shape[1],))
+    weights = head.weights.replace(mask_hidden=unknown)
+    design = dataclasses.replace(head.design, mask_id=VOCAB - 1)
+    return jspec.Draft(peagle.drafter(design, 2), weights)
 
 
 def blocks(head=lambda head, key: head, **options):
@@ -65,6 +74,7 @@ CASES = {
     "sampled tree": lambda: eagle1(growth.sampled(PAIR)),
     "dynamic tree": lambda: eagle1(growth.dynamic(5, 2, 3, least=0.05, widths=(1,))),
     "chain over half of the vocabulary": lambda: eagle3(growth.chain(2)),
+    "rows of one pass": parallel,
     "independent rows": blocks,
     "few candidates": lambda: blocks(lambda h, key: with_selector(h, key, 4, count=3)),
     "confident prefixes": markov,

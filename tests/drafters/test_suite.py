@@ -12,7 +12,7 @@ import pytest
 import jspec
 from jspec import decode, drafters, tree, verify
 from jspec.cache import KVCache
-from jspec.drafters import dspark, eagle, growth, mtp, store
+from jspec.drafters import dspark, eagle, growth, mtp, peagle, store
 from jspec.drafters.loading import block_draft
 from jspec.prefill import fill_cache
 from jspec.testing import scripted, tiny
@@ -53,6 +53,16 @@ def eagle_draft(head, grower):
 def eagle3_head():
     ids = np.arange(0, VOCAB, 2, dtype=np.int32)  # half of the vocabulary
     return fresh_eagle3(MODEL, (0, 1, 2), ids, jax.random.key(1))
+
+
+def parallel_draft(gamma):
+    """An EAGLE-3 head with a mask token, which is right when EAGLE-3's first draft is."""
+    head = eagle3_head()
+    design = dataclasses.replace(head.design, mask_id=VOCAB - 1)
+    width = head.weights.fc.shape[1]
+    unknown = jax.random.normal(jax.random.key(6), (width,))
+    weights = head.weights.replace(mask_hidden=unknown)
+    return jspec.Draft(peagle.drafter(design, gamma), weights, "peagle", VOCAB)
 
 
 def modules_draft(count, grower):
@@ -133,6 +143,7 @@ CASES = {
         eagle3_head(), growth.dynamic(7, 3, 3, least=0.02, widths=(1, 3))
     ),
     "eagle3-chain": lambda: eagle_draft(eagle3_head(), growth.chain(3)),
+    "peagle": lambda: parallel_draft(3),
     "mtp-chain": lambda: modules_draft(1, growth.chain(3)),
     "mtp-modules": lambda: modules_draft(2, growth.chain(3)),
     "dflash": lambda: blocks(gamma=3),
