@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import cast
 
 import jax.numpy as jnp
 
@@ -62,7 +63,7 @@ def masked(design: Design, params: Weights, cache, count: int) -> Array:
     batch = cache.length.shape[0]
     if count == 0:
         return jnp.zeros((batch, 0, params.head.shape[-1]), params.embed.dtype)
-    token = jnp.full((batch, count), design.mask_id)
+    token = jnp.full((batch, count), cast(int, design.mask_id))
     hidden = design.read(design, params, params.mask_hidden)
     hidden = jnp.broadcast_to(hidden, (batch, count, hidden.shape[-1]))
     step = jnp.arange(count)
