@@ -7,9 +7,9 @@ import pytest
 
 from jspec import phases, predict, roofline, topology
 from jspec.cli import main
+from jspec.closed_form import Cost, arithmetic
 from jspec.models.presets import PRESETS, preset
 from jspec.phases import Setting
-from jspec.predict import Cost
 
 LLAMA = preset("llama-3.1-8b")
 PUBLISHED = {  # billions of parameters, as the model cards say
@@ -34,7 +34,7 @@ def test_a_step_costs_what_the_roofline_module_counts():
     model = roofline.ModelCost.from_config(LLAMA)
     for nodes, batch in ((1, 1), (8, 1), (33, 8)):
         setting = None if nodes == 1 else Setting(nodes, nodes - 1)
-        costs = predict.arithmetic(LLAMA, "ngram", setting, batch, 2048, 1)
+        costs = arithmetic(LLAMA, "ngram", setting, batch, 2048, 1)
         got = costs["score"]
         flops, moved = roofline.step_cost(model, rows=nodes, length=2048, batch=batch)
         assert got.flops == pytest.approx(flops, rel=1e-3)
@@ -49,7 +49,7 @@ def test_flops_are_those_of_the_lowered_program():
     batch, nodes, slots = 2, 8, 512
     phase = phases.of_target(config, batch, nodes, slots)["score"]
     found = jax.jit(phase.call).lower(*phase.arguments).cost_analysis()["flops"]
-    ours = predict.arithmetic(config, "ngram", Setting(8, 7), batch, slots, 1)["score"]
+    ours = arithmetic(config, "ngram", Setting(8, 7), batch, slots, 1)["score"]
     assert found == pytest.approx(ours.flops, rel=0.03)
 
 
@@ -57,7 +57,7 @@ def test_only_chosen_experts_are_read():
     config = preset("deepseek-v3")
     layer = phases.select(config, (10,))
     costs = [
-        predict.arithmetic(layer, "ngram", s, 1, 1024, 1)["score"].moved
+        arithmetic(layer, "ngram", s, 1, 1024, 1)["score"].moved
         for s in (None, Setting(9, 8))
     ]
     expert = 3 * 7168 * 2048 * 2
@@ -106,9 +106,7 @@ def test_nothing_pays_with_a_bad_drafter():
 
 
 def test_devices_share_the_work():
-    one, two = (
-        predict.arithmetic(LLAMA, "eagle3", Setting(5, 4), 1, 1024, n) for n in (1, 2)
-    )
+    one, two = (arithmetic(LLAMA, "eagle3", Setting(5, 4), 1, 1024, n) for n in (1, 2))
     for name in one:
         assert two[name].moved == pytest.approx(one[name].moved / 2)
         assert two[name].memory == pytest.approx(one[name].memory / 2)
