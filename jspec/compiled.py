@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec import decode, phases, topology
 from jspec.closed_form import SLACK, Cost
+from jspec.models import megatron
 from jspec.models.config import Config
 from jspec.phases import Drafting, Phase, Setting
 
@@ -90,24 +91,14 @@ def cost_of(phase: Phase, mesh: Mesh) -> Cost:
     )
 
 
-# The axis that tensor parallelism splits, by the name of a weight or cache.
-_SPLIT = {
-    "qkv": 0,
-    "q_b": 0,
-    "kv_b": 0,
-    "out": 1,
-    "gate_up": 1,
-    "down": 1,
-    "embed": 0,
-    "head": 0,
-    "k": 1,
-    "v": 1,
-}
+# Beside weights: latent attention by head, and caches by kv head.
+_AXES = {name: axis for name, (_, axis) in megatron.SPLIT.items()}
+_AXES |= {"q_b": 0, "kv_b": 0, "k": 1, "v": 1}
 
 
 def _split(path, shape: tuple[int, ...], devices: int) -> PartitionSpec:
     names = [getattr(key, "name", None) for key in path]
-    axis = next((_SPLIT[n] for n in reversed(names) if n in _SPLIT), None)
+    axis = next((_AXES[n] for n in reversed(names) if n in _AXES), None)
     if axis is None or axis >= len(shape) or shape[axis] % devices:
         return PartitionSpec()
     return PartitionSpec(*[None] * axis, topology.AXIS)

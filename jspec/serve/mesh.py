@@ -1,9 +1,8 @@
 """Model and slots over several devices: tensor-parallel weights, data-parallel slots.
 
-The Megatron layout on the fused arrays of ``jspec.models.transformer``: queries, keys and
-values are split by kv head, the output product by its input, the MLP by its inner width,
-embedding and head by vocabulary. XLA inserts the reductions. An axis that the mesh does
-not divide stays whole, so any model runs on any mesh.
+Weights lie in the Megatron layout (``jspec.models.megatron``), those of experts are copied.
+XLA inserts the reductions. An axis that the mesh does not divide stays whole, so any model
+runs on any mesh.
 """
 
 from __future__ import annotations
@@ -18,23 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.cache import KVCache
 from jspec.drafters.draft import Draft
-from jspec.models import Model
+from jspec.models import Model, megatron
 from jspec.models.linear import Rows
 from jspec.serve.slots import Axes, Shardings
 from jspec.state import State
 
-# Field of a weight -> how many axes it has, and which of them "model" splits. Weights of
-# experts have one more, and are copied.
-_SPLIT = {
-    "qkv": (4, 0),
-    "qkv_bias": (3, 0),
-    "out": (2, 1),
-    "gate_up": (3, 1),
-    "gate_up_bias": (2, 1),
-    "down": (2, 1),
-    "embed": (2, 0),
-    "head": (2, 0),
-}
 _WHOLE = -1
 
 
@@ -86,7 +73,7 @@ def shard(mesh: Mesh, model: Model) -> Model:
 
     def put(path, x):
         names = [k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)]
-        ndim, axis = _SPLIT.get(names[-1] if names else "", (0, _WHOLE))
+        ndim, axis = megatron.SPLIT.get(names[-1] if names else "", (0, _WHOLE))
         return _put(mesh, np.asarray(x), axis if x.ndim == ndim else _WHOLE)
 
     sharded = jax.tree_util.tree_map_with_path(put, params)
