@@ -30,6 +30,9 @@ from jspec.text import Prompt
 from jspec.types import Drafter, Rule
 
 
+SERVED = "this engine is being served already; stop that first, or make another engine"
+
+
 class _Flight(NamedTuple):
     """A round that was dispatched, and whose rows they were."""
 
@@ -99,6 +102,7 @@ class Engine:
         self._paused, self._calm = False, 0
         self._lock = threading.Lock()
         self._news = threading.Event()
+        self._serving = threading.Lock()
         self.rounds = 0
         self.failure: BaseException | None = None
 
@@ -153,6 +157,11 @@ class Engine:
         return ticket
 
     @property
+    def serving(self) -> bool:
+        """Whether a thread is in ``serve``."""
+        return self._serving.locked()
+
+    @property
     def load(self) -> tuple[int, int]:
         """Requests in slots, and requests that wait."""
         return sum(t is not None for t in self._owner), len(self._waiting)
@@ -189,7 +198,12 @@ class Engine:
         """Steps until ``stop`` is set, sleeping while there is nothing to do.
 
         A failure ends all requests with it, is kept in ``failure``, and is raised.
+
+        Raises:
+          RuntimeError: another thread is at it; the state has one owner.
         """
+        if not self._serving.acquire(blocking=False):
+            raise RuntimeError(SERVED)
         try:
             while not stop.is_set():
                 if not self.step():
@@ -201,6 +215,7 @@ class Engine:
         finally:
             reason = "error" if self.failure else "cancelled"
             self._end_all(reason, self.failure)
+            self._serving.release()
 
     def _end_all(self, reason: str, error: BaseException | None) -> None:
         with self._lock:

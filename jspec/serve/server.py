@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from jspec.serve import answers, protocol
-from jspec.serve.engine import Engine
+from jspec.serve.engine import SERVED, Engine
 from jspec.serve.metrics import Metrics
 from jspec.serve.protocol import Call, Refused
 from jspec.serve.request import Full, Piece, Ticket
@@ -84,6 +84,8 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        if self._engine.serving:
+            raise RuntimeError(SERVED)
         thread = threading.Thread(target=self._serve, name="jspec-engine", daemon=True)
         thread.start()
         yield

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from starlette.testclient import TestClient
 from test_text import byte_tokenizer
 
 import jspec
@@ -52,6 +53,11 @@ def engine():
 
 @pytest.fixture(scope="module")
 def address(engine):
+    """Of a server that was stopped and started again over the same engine."""
+    with listening(Server(engine, "tiny")) as url:
+        got = httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=60)
+        assert got.json()["usage"]["completion_tokens"] == 16
+    assert engine.load == (0, 0) and not engine.serving
     limits = Limits(body=4000, tokens=100)
     with listening(Server(engine, "tiny", KEY, limits)) as url:
         yield url
@@ -273,9 +279,13 @@ def test_concurrent_clients_get_their_own_answers(address):
     assert [got[p] for p in prompts] == want
 
 
-def test_a_server_starts_again_after_a_stop(engine):
-    """A new server over the same engine, and the failure of an engine."""
-    with listening(Server(engine, "tiny")) as url:
-        got = httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=60)
-        assert got.json()["usage"]["completion_tokens"] == 16
-    assert engine.load == (0, 0)
+def test_an_engine_has_one_server(engine, address):
+    """Two threads would hand the same buffers to the device."""
+    with (
+        pytest.raises(RuntimeError, match="served already"),
+        TestClient(Server(engine, "tiny").app),
+    ):
+        pass
+    with pytest.raises(RuntimeError, match="served already"):
+        engine.serve(threading.Event())
+    assert httpx.get(f"{address}/health").json()["status"] == "ok"
