@@ -29,7 +29,6 @@ from jspec.state import FAULT, RUNNING, State
 from jspec.text import Prompt
 from jspec.types import Drafter, Rule
 
-
 SERVED = "this engine is being served already; stop that first, or make another engine"
 
 
