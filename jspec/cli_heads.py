@@ -12,10 +12,11 @@ import jax
 from jspec.drafters import growth, load_drafter
 from jspec.drafters.dflash_configs import LAYOUTS
 from jspec.drafters.eagle import Design, Weights
+from jspec.drafters.eagle_configs import OFFICIAL, SPECULATORS
 from jspec.drafters.heads import Blockwise, Medusa
 from jspec.drafters.published_assistant import Assistant
 from jspec.drafters.published_dflash import BlockHead, save_dflash
-from jspec.drafters.published_eagle import OFFICIAL, SPECULATORS, Head, save_eagle
+from jspec.drafters.published_eagle import Head, save_eagle
 from jspec.drafters.published_medusa import save_medusa
 from jspec.drafters.published_mtp import Modules, save_mtp
 from jspec.drafters.reading import AnyHead, read_head
