@@ -44,7 +44,7 @@ def lines(
     for pair in trial.duel(model, draft, None, given, slots=slots, max_new_tokens=new):
         ours, plain = pair.ours.stats, pair.plain.stats
         terms = measure.terms(
-            model, draft, pair.batch.prompts, slots=slots, repetitions=4, runs=1
+            model, draft, pair.batch.prompts, slots=slots, repetitions=12, runs=1
         ).at(ours.drafted_rounds / ours.rounds)
         counts = {"tokens": ours.new_tokens, "rounds": ours.rounds}
         walls = {"seconds": ours.seconds, "plain_seconds": plain.seconds}

@@ -52,7 +52,7 @@ def test_a_mesh_shares_the_weights():
 
 @needs_libtpu
 def test_what_nobody_asked_for_is_not_counted():
-    """Of penalties and truncation no side is compiled: the logits are read a few times."""
+    """With either side of every condition, 50 reads of the logits would be counted."""
     mesh = topology.tpu_mesh("v5e")
     setting = Setting(5, 4)
     drafted = phases.drafting("ngram", LLAMA, setting)
@@ -60,7 +60,7 @@ def test_what_nobody_asked_for_is_not_counted():
     state = phases.state_of(small, drafted, 8, 256)
     phase = phases.of_drafter(small, drafted, state)["accept"]
     logits = 4 * 8 * setting.nodes * LLAMA.vocab_size
-    assert logits < cost_of(phase, mesh).moved < 10 * logits
+    assert logits < cost_of(phase, mesh).moved < 15 * logits
 
 
 @pytest.mark.skipif(not topology.cuda_installed(), reason="needs the CUDA plug-in")
