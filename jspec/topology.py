@@ -115,7 +115,8 @@ def gpu_mesh(chip: str) -> Mesh:
 
     Raises:
       ValueError: an unknown chip.
-      RuntimeError: the CUDA plug-in or its compiler is not installed.
+      RuntimeError: the CUDA plug-in or its compiler is not installed, or was given up
+        by a JAX that did not find a GPU.
     """
     if chip not in GPUS:
         raise ValueError(f"chip {chip!r} is not one of {sorted(GPUS)}")
@@ -125,12 +126,19 @@ def gpu_mesh(chip: str) -> Mesh:
             "jax-cuda13-pjrt, jax-cuda13-plugin and nvidia-cuda-nvcc"
         )
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of the driver
-    found = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name="1x1x1",
-        topology="1x1x1",
-        target_config=_HOPPER.format(**GPUS[chip]),
-    ).devices
+    try:
+        found = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name="1x1x1",
+            topology="1x1x1",
+            target_config=_HOPPER.format(**GPUS[chip]),
+        ).devices
+    except (
+        NotImplementedError
+    ) as error:  # JAX looked for a GPU, and gave the plug-in up
+        raise RuntimeError(
+            f"compiling for {chip} needs JAX_PLATFORMS=cpu before JAX starts"
+        ) from error
     return Mesh(np.asarray(found[:1]), (AXIS,), axis_types=(AxisType.Auto,))
 
 
