@@ -262,18 +262,28 @@ def plot(path: str, title: str, tables: dict[tuple[str, int], Table]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    chips = sorted({chip for chip, _ in tables})
+    chips = list(dict.fromkeys(chip for chip, _ in tables))
+    wide = min(len(chips), 3)
+    high = -(-len(chips) // wide)
     figure, axes = pyplot.subplots(
-        1, len(chips), figsize=(4.5 * len(chips), 3.6), sharey=True, squeeze=False
+        high,
+        wide,
+        figsize=(4.2 * wide, 3.4 * high),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
     )
-    for panel, chip in zip(axes[0], chips, strict=True):
+    for panel, chip in zip(axes.flat, chips, strict=False):
         for (name, batch), table in tables.items():
             if name == chip:
-                panel.plot(*_line(table), "o-", label=f"batch {batch}")
+                panel.plot(*_line(table), "o-", markersize=4, label=f"batch {batch}")
         panel.axhline(1.0, color="grey", linewidth=0.8)
         panel.set(xlabel="drafts on a chain", title=roofline.CHIPS[chip].name)
-    axes[0, 0].set(ylabel="predicted speed-up")
-    axes[0, -1].legend()
+    for panel in axes.flat[len(chips) :]:
+        panel.axis("off")
+    for panel in axes[:, 0]:
+        panel.set(ylabel="predicted speed-up")
+    axes[0, 0].legend()
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

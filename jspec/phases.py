@@ -137,7 +137,6 @@ def drafting(name: str, config: Config, setting: Setting) -> Drafting:
 
 def state_of(config: Config, drafted: Drafting, batch: int, slots: int) -> State:
     """The shapes of what a batch carries from round to round."""
-    knobs = options.options(batch, vocab_size=config.vocab_size, eos_ids=config.eos_ids)
     start = functools.partial(
         decode.prefill,
         target=architecture.target(config),
@@ -148,7 +147,7 @@ def state_of(config: Config, drafted: Drafting, batch: int, slots: int) -> State
     row = _shape(batch, dtype=jnp.int32)
     tokens = _shape(batch, slots, dtype=jnp.int32)
     params = Params(target_weights(config), drafted.params)
-    return jax.eval_shape(start, params, knobs, tokens, row, row)
+    return jax.eval_shape(start, params, _knobs(config, batch), tokens, row, row)
 
 
 def of_target(
@@ -188,11 +187,15 @@ def of_drafter(config: Config, drafted: Drafting, state: State) -> dict[str, Pha
     batch = state.length.shape[0]
     logits = _shape(batch, shape.nodes, config.vocab_size, dtype=jnp.float32)
 
+    # Constants: of a condition that it cannot decide XLA counts both sides, and so
+    # penalties and truncations that nobody asked for.
+    knobs = _knobs(config, batch)
+
     def accept(block: Block, logits, state: State):
         mask = tree.ancestors(block.parent)
         law = smp.law(
             logits,
-            state.sampling,
+            knobs,
             state.tokens,
             state.length,
             state.start,
@@ -222,6 +225,11 @@ def of_drafter(config: Config, drafted: Drafting, state: State) -> dict[str, Pha
         "update": Phase(drafter.update, (params, draft, told), (1,)),
         "accept": Phase(accept, (block, logits, lean)),
     }
+
+
+def _knobs(config: Config, batch: int) -> options.Sampling:
+    """The options of requests that ask for nothing."""
+    return options.options(batch, vocab_size=config.vocab_size, eos_ids=config.eos_ids)
 
 
 def _append(cache, kv, path, count):

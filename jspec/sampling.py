@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 
+from jspec import pallas
 from jspec.options import Sampling, options
 from jspec.penalties import process
 from jspec.randomness import noise, race, row_keys
@@ -87,10 +88,11 @@ def _first_above(below: Array, x: Array, mass: Array) -> Array:
 def argmax(z: Array) -> Array:
     """First index of the maximum over the last axis, int32; a NaN counts as +inf.
 
-    As ``jnp.argmax``, but the pass over the whole vocabulary is a plain maximum of
-    blocks, which XLA:CPU vectorises where it does not vectorise an argmax. NaN is dealt
-    with by hand: the vectorised maximum of XLA:CPU may lose one.
+    XLA:CPU vectorises a maximum, here of blocks, but no argmax; elsewhere blocks would
+    copy the logits. NaN is dealt with by hand, for such a maximum may lose one.
     """
+    if pallas.platform() != "cpu":
+        return jnp.argmax(jnp.where(jnp.isnan(z), jnp.inf, z), -1).astype(jnp.int32)
     blocks = _in_blocks(z, -jnp.inf)
     size = jnp.max(jnp.where(jnp.isnan(blocks), jnp.inf, blocks), -1)
     block = jnp.argmax(size, -1, keepdims=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jspec.pallas import reference, tpu
+from jspec.pallas import reference, tiles, tpu
 from jspec.types import Array
 
 IMPLEMENTATIONS = {
@@ -127,8 +127,9 @@ def obstacle(
         )
     if name == "gpu" and window is not None:
         return f"window {window}: the GPU kernel has none"
-    if name == "gpu" and k_cache.shape[-1] % 8:
-        return f"{k_cache.shape[-1]} slots are no multiple of 8, which copies ask for"
+    if name == "gpu" and k_cache.shape[-1] % tiles.gpu_multiple(dim):
+        whole = tiles.gpu_multiple(dim)
+        return f"{k_cache.shape[-1]} slots are no multiple of {whole}, as copies need"
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.size > 1 and not mesh.manual_axes:
         return "a kernel is not split over devices by itself; call it in shard_map"

@@ -13,7 +13,6 @@ Source of the split and the merge: flash-decoding (Dao et al., 2023). Needs JAX 
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -133,7 +132,7 @@ def _whole(q, k_cache, v_cache, blocks, softcap, interpret) -> list[Part]:
         return []
     shares = tiles.gpu_shares(batch * kv_heads * row_tiles, most)
     # One swizzle for all operands of a product: rows of queries, keys and values.
-    swizzle = plgpu.find_swizzle(math.gcd(dim, size) * 16)
+    swizzle = plgpu.find_swizzle(tiles.gpu_multiple(dim) * 16)
     results = (batch, kv_heads, shares, padded)
     make = plgpu.kernel(
         functools.partial(_kernel, shares=shares, softcap=softcap),

@@ -6,6 +6,7 @@ and shows the figures.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 VMEM_LIMIT = 64 * 2**20  # bytes a kernel may ask for; half of a v5e core's memory
@@ -69,3 +70,8 @@ def gpu_shares(cells: int, blocks: int) -> int:
 def gpu_slots(dim: int) -> int:
     """Cache slots of a copy: with D = 256 more would not fit in shared memory."""
     return 64 if dim <= 128 else 32
+
+
+def gpu_multiple(dim: int) -> int:
+    """What a cache's slots must be a multiple of: the columns of a swizzled tile."""
+    return math.gcd(dim, gpu_slots(dim))

@@ -139,18 +139,18 @@ def test_what_the_gpu_kernel_cannot_do_is_named(monkeypatch):
         class abstract_device:
             platform = "cuda"
 
-    q, k, _, _, own, _, _ = inputs(1, 1, 2, 2, 1, 64, 60)
+    q, k, _, _, own, _, _ = inputs(1, 1, 2, 2, 1, 64, 96)
     q, k, own = (x.astype(jnp.bfloat16) for x in (q, k, own))
     assert "needs a GPU" in obstacle("gpu", q, k, own)
     monkeypatch.setattr(jax.sharding, "get_abstract_mesh", Gpu)
     if "gpu" not in IMPLEMENTATIONS:
         assert "needs jax >= 0.11.2" in obstacle("gpu", q, k, own)
         return
-    assert "60 slots" in obstacle("gpu", q, k, own)
-    assert "window 5" in obstacle("gpu", q, k[..., :56], own, 5)
+    assert "96 slots are no multiple of 64" in obstacle("gpu", q, k, own)
+    assert "window 5" in obstacle("gpu", q, k[..., :64], own, 5)
     assert "float32" in obstacle("gpu", q, k.astype(jnp.float32), own)
-    assert obstacle("gpu", q, k[..., :56], own) is None
-    assert choose(q, k[..., :56], own) == "xla"  # until it has been measured
+    assert obstacle("gpu", q, k[..., :64], own) is None
+    assert choose(q, k[..., :64], own) == "xla"  # until it has been measured
 
 
 def test_the_kernel_of_the_platform_is_chosen(monkeypatch):

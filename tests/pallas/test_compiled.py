@@ -1,70 +1,33 @@
 """The TPU kernel compiled for chips that are not there. Runs where libtpu is installed."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from attention_programs import MODELS, compiled, tpu_programs
 
 from jspec import topology
-from jspec.pallas import block_attention, tiles, tpu
+from jspec.pallas import tiles, tpu
 
 CHIPS = sorted(topology.TPUS)
 needs_libtpu = pytest.mark.skipif(not topology.installed(), reason="needs libtpu")
-BF16, F32 = jnp.bfloat16, jnp.float32
-
-# batch, nodes, heads, kv heads, head size, slots, dtype, window, soft-cap
-TABLE = [
-    (8, 32, 32, 8, 128, 8192, BF16, None, None),  # Llama 3.1 8B
-    (8, 32, 32, 8, 128, 8192, F32, None, None),
-    (1, 1, 32, 8, 128, 131072, BF16, None, None),
-    (1, 8, 64, 8, 128, 1000, BF16, 512, None),  # Llama 3.1 70B
-    (2, 5, 9, 3, 64, 329, BF16, None, None),  # SmolLM2
-    (1, 128, 16, 1, 128, 2048, BF16, None, None),
-    (2, 7, 12, 12, 96, 300, F32, None, None),
-    (1, 33, 4, 1, 256, 1024, F32, 512, 50.0),  # Gemma
-]
-
-
-def compiled(chip, batch, nodes, heads, kv_heads, dim, slots, dtype, window, softcap):
-    mesh = topology.tpu_mesh(chip)
-    here = NamedSharding(mesh, PartitionSpec())
-
-    def array(*shape, of=dtype):
-        return jax.ShapeDtypeStruct(shape, of, sharding=here)
-
-    own = array(batch, nodes, kv_heads, dim)
-    call = functools.partial(
-        block_attention, scale=0.1, window=window, softcap=softcap, impl="tpu"
-    )
-    with topology.compiling_for(mesh):
-        lowered = jax.jit(call).lower(
-            array(batch, nodes, heads, dim),
-            array(batch, kv_heads, dim, slots),
-            array(batch, kv_heads, slots, dim),
-            array(batch, of=jnp.int32),
-            own,
-            own,
-            array(batch, nodes, nodes, of=jnp.bool_),
-        )
-    return lowered.compile()
 
 
 @needs_libtpu
+@pytest.mark.parametrize("program", tpu_programs())
 @pytest.mark.parametrize("chip", CHIPS)
-def test_all_supported_shapes_compile(chip):
-    for row in TABLE:
-        assert "tpu_custom_call" in compiled(chip, *row).as_text()
+def test_the_supported_table_compiles(chip, program):
+    shapes = tpu_programs()[program]
+    text = compiled(topology.tpu_mesh(chip), shapes, "tpu").as_text()
+    assert text.count("tpu_custom_call") == len(shapes)
 
 
 @needs_libtpu
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_full_cache_is_read_once(chip):
-    program = compiled(chip, *TABLE[0])
-    batch, _, _, kv_heads, dim, slots, dtype, *_ = TABLE[0]
-    live = 2 * batch * kv_heads * dim * slots * jnp.dtype(dtype).itemsize
+    shape = MODELS[0]
+    program = compiled(topology.tpu_mesh(chip), [shape], "tpu")
+    rows = 2 * shape.batch * shape.kv_heads * shape.slots
+    live = rows * shape.dim * jnp.dtype(shape.dtype).itemsize
     assert program.cost_analysis()["bytes accessed"] <= 1.1 * live
     # No second copy of the cache, in another layout or padded.
     assert program.memory_analysis().temp_size_in_bytes < 0.05 * live

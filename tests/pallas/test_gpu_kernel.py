@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from attention_cases import BF16, TOLERANCE, Case, worst
+from attention_cases import BF16, TOLERANCE, Case, lengths, masks, worst
 
 from jspec.pallas import IMPLEMENTATIONS
 
@@ -12,12 +12,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 CASES = [
-    Case(2, 1, 4, 4, 64, 200, BF16),
-    Case(2, 5, 8, 2, 128, 136, BF16, softcap=5.0),
+    # GQA ratios 1 to 16, N from 1 to 128, every D, capacities of whole blocks and not.
+    Case(2, 1, 2, 2, 64, 192, BF16),
+    Case(2, 5, 8, 2, 128, 128, BF16, softcap=5.0),
     Case(1, 40, 2, 1, 64, 256, BF16),
     Case(2, 4, 16, 1, 96, 192, BF16),
     Case(1, 3, 2, 1, 256, 128, BF16),
-    Case(2, 7, 4, 2, 64, 40, BF16),  # a cache of less than a block
+    Case(2, 7, 4, 2, 96, 32, BF16),  # a cache of less than a block
+    Case(1, 128, 1, 1, 64, 128, BF16),
+    Case(1, 16, 8, 2, 128, 192, BF16, softcap=3.0),
+    Case(2, 2, 8, 1, 256, 96, BF16),
+    Case(3, 6, 3, 1, 96, 160, BF16, softcap=5.0),
+    Case(1, 33, 4, 1, 128, 64, BF16),
 ]
 
 
@@ -32,3 +38,8 @@ def test_equals_the_reference(case):
     )
     error, _ = worst(case, kernel, CASES.index(case))
     assert error <= TOLERANCE[case.dtype]
+
+
+def test_the_generated_set_is_large():
+    total = sum(len(lengths(c, 0)) * len(masks(c, 0)) for c in CASES)
+    assert total >= 200
