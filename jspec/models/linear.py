@@ -15,6 +15,7 @@ from jax import lax
 from jspec.types import Array
 
 _LEAST_ROWS = 64  # smaller products are not worth a thread
+_FEW = 32  # columns of a product that keeps more than one core busy by itself
 _MANY = 256  # columns of a product that keeps all cores busy by itself
 _PRECISION = "jax_default_matmul_precision"
 _ALIGNED = 16  # rows of float32 whose memory begins at a multiple of 64 bytes
@@ -26,7 +27,7 @@ class Rows:
 
     XLA:CPU computes a product with a few columns on one core, but independent products
     on several: on two cores, two halves take half as long as the whole. With one column
-    it is the whole that is faster.
+    it is the whole that is faster, and with many.
 
     Attributes:
       whole: ``[*lead, in]``.
@@ -91,7 +92,7 @@ def linear(x: Array, w: Array | Rows, bias: Array | None = None) -> Array:
         y = _many(flat, whole)
     else:
         blocks = (whole,)
-        if isinstance(w, Rows) and flat.shape[0] > 1:
+        if isinstance(w, Rows) and 1 < flat.shape[0] < _FEW:
             blocks = w.blocks
         parts = [lax.dot_general(b, flat, (((1,), (1,)), ((), ()))) for b in blocks]
         y = (parts[0] if len(parts) == 1 else jnp.concatenate(parts)).T
