@@ -22,13 +22,13 @@ from jspec import checks, generation, verify
 from jspec.drafters.draft import Draft
 from jspec.models import Model
 from jspec.serve import adaptive as governor
-from jspec.serve import slots, switch
-from jspec.serve.request import Full, Prepared, Result, Ticket
+from jspec.serve import prefixes, slots, switch
+from jspec.serve.request import Prepared, Result, Ticket
+from jspec.serve.waiting import Waiting
 from jspec.serve.warmup import Programs, Shape, warm_up
 from jspec.state import FAULT, RUNNING, State
 from jspec.text import Prompt
 from jspec.types import Drafter, Rule
-
 
 SERVED = "this engine is being served already; stop that first, or make another engine"
 
@@ -63,6 +63,8 @@ class Engine:
       log_prob: record log-probabilities of new tokens.
       adaptive: leave out drafts where they do not pay; else always draft.
       table: tokens that a request may bias, forbid or force.
+      prefixes: prompts whose caches are kept, the latest used ones; a prompt that begins
+        like one of them is scored from there. Each takes a slot's memory.
       mesh: lay model and slots out over devices (``jspec.serve.mesh``); the axes are
         ``data`` and ``model``.
       eos_ids: token ids that end a request; by default the model's own.
@@ -83,6 +85,7 @@ class Engine:
         log_prob: bool = False,
         adaptive: bool = True,
         table: int = 8,
+        prefixes: int = 4,
         mesh: jax.sharding.Mesh | None = None,
         eos_ids: Sequence[int] | None = None,
     ):
@@ -90,17 +93,17 @@ class Engine:
         if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
             raise ValueError(f"sizes are {sizes}; give ascending numbers of slots")
         checks.count("queue", queue, 1)
+        checks.count("prefixes", prefixes)
         checks.count("context", context, 2)
         self.shape = Shape(sizes, context, log_prob, table)
         self.programs = Programs(model, drafter, rule, self.shape, mesh, eos_ids)
-        self._queue_limit, self._adaptive = queue, adaptive
-        self._waiting: collections.deque[Ticket] = collections.deque()
+        self._waiting, self._adaptive = Waiting(queue), adaptive
+        self._known, self._most_known = (), prefixes
         self._owner: list[Ticket | None] = [None] * sizes[0]
         self._flights: collections.deque[_Flight] = collections.deque()
         self._state: Any = None  # a State, once warm
         self._history = {size: governor.History() for size in sizes}
         self._paused, self._calm = False, 0
-        self._lock = threading.Lock()
         self._news = threading.Event()
         self._serving = threading.Lock()
         self.rounds = 0
@@ -147,12 +150,7 @@ class Engine:
         elif options:
             raise ValueError("options belong to prepare, which was called already")
         ticket = Ticket(prompt, speculate, seconds, sink, prefilled)
-        with self._lock:
-            if len(self._waiting) >= self._queue_limit:
-                raise Full(
-                    f"{self._queue_limit} requests are waiting already; try again later"
-                )
-            self._waiting.append(ticket)
+        self._waiting.put(ticket)
         self._news.set()
         return ticket
 
@@ -218,10 +216,7 @@ class Engine:
             self._serving.release()
 
     def _end_all(self, reason: str, error: BaseException | None) -> None:
-        with self._lock:
-            waiting = list(self._waiting)
-            self._waiting.clear()
-        for ticket in [*filter(None, self._owner), *waiting]:
+        for ticket in [*filter(None, self._owner), *self._waiting.clear()]:
             ticket.end(reason, error)
         self._owner = [None] * len(self._owner)
         self._flights.clear()
@@ -244,29 +239,31 @@ class Engine:
                 self._owner[slot] = None
         if ended.any():
             self._state = self.programs.evict(self._state, ended)
-        with self._lock:
-            for ticket in self._waiting:
-                ticket.expire(now)
-            if any(t.ended for t in self._waiting):
-                alive = [t for t in self._waiting if not t.ended]
-                self._waiting = collections.deque(alive)
+        self._waiting.expire(now)
 
     def _admit(self) -> None:
         self._fit_size()
         for slot, owner in enumerate(self._owner):
             if owner is not None:
                 continue
-            with self._lock:
-                if not self._waiting:
-                    return
-                ticket = self._waiting.popleft()
-            one = ticket.prefilled
-            if one is None:
-                one = self.programs.prefill(ticket.prepared)
-            one = switch.turned(one, ticket.speculate)
+            ticket = self._waiting.take()
+            if ticket is None:
+                return
+            one = switch.turned(self._prefilled(ticket), ticket.speculate)
             self._state = self.programs.insert(self._state, one, slot)
             self._owner[slot] = ticket
             ticket.admitted()
+
+    def _prefilled(self, ticket: Ticket) -> State:
+        if ticket.prefilled is not None:
+            return ticket.prefilled
+        prompt = ticket.prepared.prompt
+        ticket.shared, used = prefixes.longest(self._known, prompt)
+        begun = None if used is None else used.filled
+        one, left = self.programs.prefill(ticket.prepared, begun, ticket.shared)
+        new = prefixes.Entry(np.asarray(prompt), left)
+        self._known = prefixes.remember(self._known, new, used, self._most_known)
+        return one
 
     def _fit_size(self) -> None:
         """Moves to a larger batch if requests wait, to a smaller one after a calm time."""
