@@ -70,7 +70,7 @@ def fill_cache(
     if begun is not None:
         start = begun.cache.length[0]
         cache = jax.tree.map(_over, cache, begun.cache)
-        if taps:
+        if features is not None and begun.features is not None:
             known = jnp.arange(width)[:, None] < start
             features = _over(features, jnp.where(known, begun.features, 0))
 

@@ -32,13 +32,20 @@ SMALL = jspec.load_drafter(tiny.model(seed=4, vocab_size=257), MODEL, gamma=2)
 NGRAM = jspec.Draft(drafters.ngram(gamma=3, longest=2, shortest=1), name="ngram")
 
 
-DRAFTS = {"ngram": NGRAM, "small": SMALL}
+def eagle():
+    head = fresh_eagle3(MODEL, (0, 1, 2), np.arange(0, 257, 2), jax.random.key(1))
+    drafter = drafters.eagle.drafter(head.design, growth.chain(2))
+    return jspec.Draft(drafter, head.weights, "eagle", 257)
+
+
+DRAFTS = {"ngram": NGRAM, "small": SMALL, "eagle": eagle()}
+SIZES = {"ngram": (2, 4), "small": (2, 4), "eagle": (2,)}
 
 
 @functools.cache
 def engine(name):
     """An engine that is used by all tests; none may disturb the next."""
-    options = dict(sizes=(2, 4), context=CONTEXT, log_prob=True)
+    options = dict(sizes=SIZES[name], context=CONTEXT, log_prob=True)
     made = Engine(MODEL, DRAFTS[name], adaptive=False, **options)
     made.warm_up()
     return made
@@ -55,7 +62,7 @@ def alone():
     ]
 
 
-@pytest.fixture(scope="module", params=DRAFTS)
+@pytest.fixture(scope="module", params=["ngram", "small"])
 def running(request):
     return engine(request.param)
 
@@ -126,9 +133,10 @@ def test_nothing_is_compiled_after_the_warm_up(running):
     assert COMPILATIONS.count == before
 
 
-def test_adaptive_switching_keeps_the_tokens(alone, monkeypatch):
+@pytest.mark.parametrize("name", ["small", "eagle"])
+def test_adaptive_switching_keeps_the_tokens(name, alone, monkeypatch):
     """On and off in turn, however bad for speed."""
-    made, turn = engine("small"), iter(range(10**6))
+    made, turn = engine(name), iter(range(10**6))
     monkeypatch.setattr(made, "_adaptive", True)
     monkeypatch.setattr(adaptive, "speculate", lambda *_: next(turn) % 3 == 0)
     before = COMPILATIONS.count
@@ -151,27 +159,14 @@ def test_a_prefill_may_come_from_elsewhere(ngram, alone):
     assert ngram.run([ticket])[0].tokens == alone[1]
 
 
-def eagle():
-    head = fresh_eagle3(MODEL, (0, 1, 2), np.arange(0, 257, 2), jax.random.key(1))
-    drafter = drafters.eagle.drafter(head.design, growth.chain(2))
-    return jspec.Draft(drafter, head.weights, "eagle", 257)
-
-
 SYSTEM = [217, 250, 3, 99, 41, 8] * 9
 ALIKE = [SYSTEM + tail for tail in ([1, 2, 1, 2], [5], [1, 2, 9] * 7, [1, 2, 1, 2])]
-
-
-def begins(name):
-    if name == "eagle":
-        return Engine(MODEL, eagle(), sizes=2, context=CONTEXT, adaptive=False)
-    return engine(name)
 
 
 @pytest.mark.parametrize("name", ["ngram", "small", "eagle"])
 def test_prompts_that_begin_alike_are_read_once(name):
     """A drafter may read tokens, have a cache of its own, or tap features."""
-    made, options = begins(name), dict(max_new_tokens=12, temperature=0.9, seed=3)
-    made.warm_up()
+    made, options = engine(name), dict(max_new_tokens=12, temperature=0.9, seed=3)
     before = COMPILATIONS.count
     got = made.run([made.submit(p, **options) for p in ALIKE])
     assert COMPILATIONS.count == before
@@ -182,7 +177,7 @@ def test_prompts_that_begin_alike_are_read_once(name):
 
 
 def test_a_row_from_a_prefix_is_the_row_from_its_prompt():
-    made = begins("eagle")
+    made = engine("eagle")
     _, left = made.programs.prefill(made.prepare(ALIKE[2]))
     prepared = made.prepare(ALIKE[0])
     got, _ = made.programs.prefill(prepared, left, 56)
