@@ -9,6 +9,7 @@ by more than that budget, whatever the drafter.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 BUDGET = 0.02  # of all time may be lost by trying
@@ -77,3 +78,34 @@ def observe(
 def rest(history: History, cost: Cost) -> History:
     """The history after a plain round."""
     return history._replace(spent=history.spent + cost.plain)
+
+
+class Governor:
+    """The rule at work in an engine, with a history for every size of the batch.
+
+    Args:
+      costs: of the rounds of every size.
+      always: draft in every round, whatever it costs.
+    """
+
+    def __init__(self, costs: Mapping[int, Cost], always: bool):
+        self.always, self._costs = always, costs
+        self._history = {size: History() for size in costs}
+
+    def speculate(self, size: int) -> bool:
+        """Should the next round of this size draft?"""
+        return self.always or speculate(self._history[size], self._costs[size])
+
+    def learn(
+        self, size: int, *, tried: bool, drafted: bool, tau: float, resumed: bool
+    ) -> None:
+        """Takes note of a round; ``tried`` says whether it had a drafter.
+
+        The others are as for ``observe``.
+        """
+        history, cost = self._history[size], self._costs[size]
+        if tried:
+            new = observe(history, cost, drafted=drafted, tau=tau, resumed=resumed)
+        else:
+            new = rest(history, cost)
+        self._history[size] = new

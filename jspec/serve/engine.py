@@ -21,8 +21,8 @@ import numpy as np
 from jspec import checks, generation, verify
 from jspec.drafters.draft import Draft
 from jspec.models import Model
-from jspec.serve import adaptive as governor
 from jspec.serve import prefixes, slots, switch
+from jspec.serve.adaptive import Governor
 from jspec.serve.request import Prepared, Result, Ticket
 from jspec.serve.waiting import Waiting
 from jspec.serve.warmup import Programs, Shape, warm_up
@@ -102,7 +102,6 @@ class Engine:
         self._owner: list[Ticket | None] = [None] * sizes[0]
         self._flights: collections.deque[_Flight] = collections.deque()
         self._state: Any = None  # a State, once warm
-        self._history = {size: governor.History() for size in sizes}
         self._paused, self._calm = False, 0
         self._news = threading.Event()
         self._serving = threading.Lock()
@@ -170,6 +169,7 @@ class Engine:
         """Compiles every program and measures the rounds; takes a while, once."""
         if self._state is None:
             self._state, self.costs = warm_up(self.programs)
+            self._governor = Governor(self.costs, always=not self._adaptive)
 
     def step(self) -> bool:
         """Admits, dispatches one round, and reads the one before. False when idle."""
@@ -282,10 +282,8 @@ class Engine:
     def _dispatch(self) -> None:
         size = len(self._owner)
         owners = [(slot, t) for slot, t in enumerate(self._owner) if t is not None]
-        cost, history = self.costs[size], self._history[size]
         wanted = self.programs.drafts and any(t.speculate for _, t in owners)
-        if wanted and self._adaptive:
-            wanted = governor.speculate(history, cost)
+        wanted = wanted and self._governor.speculate(size)
         resumed = wanted and self._paused
         if resumed:
             self._state = self.programs.resume(self._state)
@@ -314,15 +312,10 @@ class Engine:
                 # Ended on the device as well: free at once.
                 self._owner = [None if t is ticket else t for t in self._owner]
         if running:  # else a round that came too late for anybody
-            self._learn(flight, look, emitted / running)
-
-    def _learn(self, flight: _Flight, look: slots.Look, tau: float) -> None:
-        cost, history = self.costs[flight.size], self._history[flight.size]
-        if flight.drafted:
-            drafted = bool(np.any(look.proposed))
-            new = governor.observe(
-                history, cost, drafted=drafted, tau=tau, resumed=flight.resumed
+            self._governor.learn(
+                flight.size,
+                tried=flight.drafted,
+                drafted=bool(np.any(look.proposed)),
+                tau=emitted / running,
+                resumed=flight.resumed,
             )
-        else:
-            new = governor.rest(history, cost)
-        self._history[flight.size] = new

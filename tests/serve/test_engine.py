@@ -13,7 +13,7 @@ import jspec
 from jspec import drafters, verify
 from jspec.drafters import growth
 from jspec.prefill import Filled
-from jspec.serve import adaptive, prefixes, slots
+from jspec.serve import adaptive, costs, prefixes, scheduler, slots
 from jspec.serve.engine import Engine
 from jspec.serve.request import Full
 from jspec.state import RUNNING
@@ -38,8 +38,13 @@ def eagle():
     return jspec.Draft(drafter, head.weights, "eagle", 257)
 
 
-DRAFTS = {"ngram": NGRAM, "small": SMALL, "eagle": eagle()}
-SIZES = {"ngram": (2, 4), "small": (2, 4), "eagle": (2,)}
+DRAFTS = {
+    "ngram": NGRAM,
+    "small": SMALL,
+    "eagle": eagle(),
+    "scheduled": scheduler.schedule(SMALL, costs.table({1: 1.0, 3: 1.2, 6: 3.0})),
+}
+SIZES = {"ngram": (2, 4), "small": (2, 4), "eagle": (2,), "scheduled": (2,)}
 
 
 @functools.cache
@@ -133,11 +138,11 @@ def test_nothing_is_compiled_after_the_warm_up(running):
     assert COMPILATIONS.count == before
 
 
-@pytest.mark.parametrize("name", ["small", "eagle"])
+@pytest.mark.parametrize("name", ["small", "eagle", "scheduled"])
 def test_adaptive_switching_keeps_the_tokens(name, alone, monkeypatch):
     """On and off in turn, however bad for speed."""
     made, turn = engine(name), iter(range(10**6))
-    monkeypatch.setattr(made, "_adaptive", True)
+    monkeypatch.setattr(made._governor, "always", False)
     monkeypatch.setattr(adaptive, "speculate", lambda *_: next(turn) % 3 == 0)
     before = COMPILATIONS.count
     tickets = [submit(made, i) for i in range(5)]
