@@ -56,12 +56,13 @@ def main() -> None:
         for engine in (plain, adaptive):
             engine.warm_up()
             seconds(engine, prompts, args.max_new_tokens)
-        ratios, shares, cost = [], [], adaptive.costs[batch]
+        ratios, shares = [], []
         for _ in range(args.runs):
             ours, share = seconds(adaptive, prompts, args.max_new_tokens)
             theirs, _ = seconds(plain, prompts, args.max_new_tokens)
             ratios.append(ours / theirs)
             shares.append(share)
+        cost = adaptive.costs[batch]
         print(
             f"batch {batch}: adaptive / plain {statistics.median(ratios):.3f} "
             f"({min(ratios):.3f} to {max(ratios):.3f}), drafted in "

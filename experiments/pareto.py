@@ -1,6 +1,7 @@
 """Throughput against speed a user: what a batch size buys, with and without drafts.
 
-Every point is an engine whose slots are all busy with prompts of the same set. A larger
+Every point is an engine whose slots are all busy with prompts of the same set; those of a
+batch size run in turn, and end after as many tokens whatever they say. A larger
 batch serves more tokens in all and fewer to each user; drafting moves the front outward
 as long as verifying costs less than it saves. ``adaptive`` drafts where that was
 measured to pay; ``scheduled`` cuts chains where the batch has no use for the rest, which
@@ -78,26 +79,28 @@ def measured(args: argparse.Namespace) -> Iterator[dict]:
     new = args.max_new_tokens
     prompts = [p for p in ids if len(p) + new < args.context]
     rule = verify.coupled if args.temperature else verify.greedy
+    options = dict(max_new_tokens=new, temperature=args.temperature)
     for batch in args.batches:
-        for name, draft, adaptive in methods(args, model, batch):
-            engine = Engine(
-                model,
-                draft,
-                sizes=batch,
-                context=args.context,
-                adaptive=adaptive,
-                rule=rule,
-            )
+        shape = dict(sizes=batch, context=args.context, rule=rule, eos_ids=())
+        engines = {
+            name: Engine(model, draft, adaptive=adaptive, **shape)
+            for name, draft, adaptive in methods(args, model, batch)
+        }
+        for engine in engines.values():
             engine.warm_up()
-            options = dict(max_new_tokens=new, temperature=args.temperature)
-            runs = [point(engine, prompts, batch, **options) for _ in range(args.runs)]
-            best = max(runs, key=lambda run: run["tokens_per_s"])
+        runs = [
+            {name: point(e, prompts, batch, **options) for name, e in engines.items()}
+            for _ in range(args.runs)
+        ]
+        for name in engines:
+            best = max((run[name] for run in runs), key=lambda p: p["tokens_per_s"])
             yield {"method": name, "batch": batch, "device": record.device(), **best}
 
 
 def predicted(args: argparse.Namespace) -> Iterator[dict]:
     """The same of a chip that need not be there."""
-    config, device = preset(args.target), roofline.CHIPS[args.chip].name
+    config = preset(args.target)
+    device = f"{roofline.CHIPS[args.chip].name} x {args.devices}"
     settings = [Setting(g + 1, g) for g in range(1, 8)]
     wanted = args.gamma or 4
     for batch in args.batches:

@@ -22,7 +22,7 @@ from jspec import checks, generation, verify
 from jspec.drafters.draft import Draft
 from jspec.models import Model
 from jspec.serve import prefixes, slots, switch
-from jspec.serve.adaptive import Governor
+from jspec.serve.adaptive import Cost, Governor
 from jspec.serve.request import Prepared, Result, Ticket
 from jspec.serve.waiting import Waiting
 from jspec.serve.warmup import Programs, Shape, warm_up
@@ -34,13 +34,17 @@ SERVED = "this engine is being served already; stop that first, or make another 
 
 
 class _Flight(NamedTuple):
-    """A round that was dispatched, and whose rows they were."""
+    """A round that was dispatched, and whose rows they were.
+
+    ``alone``: did nothing but the round before precede it on the device?
+    """
 
     look: slots.Look
     owners: list[tuple[int, Ticket]]
     drafted: bool
     resumed: bool
     size: int
+    alone: bool
 
 
 class Engine:
@@ -103,6 +107,7 @@ class Engine:
         self._flights: collections.deque[_Flight] = collections.deque()
         self._state: Any = None  # a State, once warm
         self._paused, self._calm = False, 0
+        self._alone, self._read_at = False, 0.0
         self._news = threading.Event()
         self._serving = threading.Lock()
         self.rounds = 0
@@ -163,13 +168,18 @@ class Engine:
         """Requests in slots, and requests that wait."""
         return sum(t is not None for t in self._owner), len(self._waiting)
 
+    @property
+    def costs(self) -> dict[int, Cost]:
+        """What rounds of every size take, once warm."""
+        return self._governor.costs
+
     # --- the engine's thread ------------------------------------------------------
 
     def warm_up(self) -> None:
         """Compiles every program and measures the rounds; takes a while, once."""
         if self._state is None:
-            self._state, self.costs = warm_up(self.programs)
-            self._governor = Governor(self.costs, always=not self._adaptive)
+            self._state, costs = warm_up(self.programs)
+            self._governor = Governor(costs, always=not self._adaptive)
 
     def step(self) -> bool:
         """Admits, dispatches one round, and reads the one before. False when idle."""
@@ -251,7 +261,7 @@ class Engine:
                 return
             one = switch.turned(self._prefilled(ticket), ticket.speculate)
             self._state = self.programs.insert(self._state, one, slot)
-            self._owner[slot] = ticket
+            self._owner[slot], self._alone = ticket, False
             ticket.admitted()
 
     def _prefilled(self, ticket: Ticket) -> State:
@@ -274,7 +284,7 @@ class Engine:
         self._calm = self._calm + 1 if fitting < size else 0
         if fitting == size or (fitting < size and self._calm < self.shape.patience):
             return
-        self._calm = 0
+        self._calm, self._alone = 0, False
         owners = [self._owner[slot] for slot in busy]
         self._owner = owners + [None] * (fitting - len(busy))
         self._state = self.programs.resize(self._state, busy, fitting)
@@ -290,11 +300,14 @@ class Engine:
         self._paused = not wanted
         cold = all(t.prepared.cold for _, t in owners)
         self._state, look = self.programs.round(self._state, wanted, cold)
-        self._flights.append(_Flight(look, owners, wanted, resumed, size))
-        self.rounds += 1
+        # Of the second of two rounds in flight the end of the first is the beginning.
+        alone = self._alone and not resumed and bool(self._flights)
+        self._flights.append(_Flight(look, owners, wanted, resumed, size, alone))
+        self.rounds, self._alone = self.rounds + 1, True
 
     def _read(self, flight: _Flight) -> None:
         look = jax.device_get(flight.look)
+        before, self._read_at = self._read_at, time.perf_counter()
         running = emitted = 0
         for slot, ticket in flight.owners:
             count = int(look.count[slot])
@@ -318,4 +331,5 @@ class Engine:
                 drafted=bool(np.any(look.proposed)),
                 tau=emitted / running,
                 resumed=flight.resumed,
+                seconds=self._read_at - before if flight.alone else None,
             )

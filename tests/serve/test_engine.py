@@ -78,14 +78,16 @@ def ngram():
 
 
 class Compilations:
-    """Counts what XLA compiles."""
+    """Counts what JAX traces and what XLA compiles."""
+
+    EVENTS = ("jaxpr_trace_duration", "backend_compile_duration")
 
     def __init__(self):
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._hear)
 
     def _hear(self, name, seconds, **_):
-        self.count += name == "/jax/core/compile/backend_compile_duration"
+        self.count += name.rpartition("/")[2] in self.EVENTS
 
 
 COMPILATIONS = Compilations()
