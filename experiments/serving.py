@@ -121,6 +121,7 @@ def show(args: argparse.Namespace) -> None:
                 context=args.context,
                 queue=args.queue,
                 rule=verify.greedy,
+                eos_ids=(),
             )
             engine.warm_up()
             for rate in rates:

@@ -18,7 +18,7 @@ BUDGET = 0.02  # of all time may be lost by trying
 _FIRST, _MOST = 5.0, 10.0  # plain rounds in the account: at the start, at most
 _NEWEST = 0.2  # weight of the latest round in the mean gain
 _DRIFT = 0.1  # weight of the latest round in the mean cost
-_OUTLIER = 2.0  # a round beyond so many times its mean was held up by something else
+_OUTLIER = 4.0  # a round beyond so many times its mean was held up by something else
 
 
 class Cost(NamedTuple):
@@ -119,10 +119,12 @@ class Governor:
         Args:
           size: of the batch.  tried: did the round have a drafter?
           drafted, tau, resumed: as for ``observe``.
-          seconds: it took, None if that is not known.
+          seconds: it took, resuming included; None if that is not known.
         """
         if seconds is not None:
             kind = ("drafted" if drafted else "idle") if tried else "plain"
+            if resumed:
+                kind, seconds = "resume", seconds - getattr(self.costs[size], kind)
             self.costs[size] = self.costs[size].measured(kind, seconds)
         history, cost = self._history[size], self.costs[size]
         if tried:

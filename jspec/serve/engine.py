@@ -301,7 +301,7 @@ class Engine:
         cold = all(t.prepared.cold for _, t in owners)
         self._state, look = self.programs.round(self._state, wanted, cold)
         # Of the second of two rounds in flight the end of the first is the beginning.
-        alone = self._alone and not resumed and bool(self._flights)
+        alone = self._alone and bool(self._flights)
         self._flights.append(_Flight(look, owners, wanted, resumed, size, alone))
         self.rounds, self._alone = self.rounds + 1, True
 

@@ -74,7 +74,7 @@ def test_rounds_in_which_nothing_was_found_cost_what_they_cost():
 
 def test_costs_are_those_of_the_latest_rounds():
     """But not of a round that was held up, nor of one that was not timed."""
-    governor = Governor({4: Cost(1.0, 1.5, 1.5)}, always=False)
+    governor = Governor({4: Cost(1.0, 1.5, 1.5, 0.5)}, always=False)
     note = dict(drafted=True, tau=2.0, resumed=False)
     for _ in range(100):
         governor.learn(4, tried=True, seconds=2.4, **note)
@@ -82,4 +82,6 @@ def test_costs_are_those_of_the_latest_rounds():
         governor.learn(4, tried=False, seconds=None, **note)
     assert governor.costs[4].drafted == pytest.approx(2.4, rel=1e-3)
     assert governor.costs[4].plain == 1.0
+    governor.learn(4, tried=True, seconds=3.4, **note | {"resumed": True})
+    assert governor.costs[4].resume == pytest.approx(0.55, rel=1e-2)
     assert not governor.speculate(4)
