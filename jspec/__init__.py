@@ -14,10 +14,10 @@ from jspec.generation import (
     Stream,
     autoregress,
     generate,
-    prepare,
     stream,
 )
 from jspec.models import Config, Model, load, save
+from jspec.requests import prepare
 from jspec.state import Info, Params, State, truncate
 from jspec.stats import Stats
 from jspec.types import (

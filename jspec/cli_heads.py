@@ -12,9 +12,11 @@ import jax
 from jspec.drafters import growth, load_drafter
 from jspec.drafters.dflash_configs import LAYOUTS
 from jspec.drafters.eagle import Design, Weights
+from jspec.drafters.eagle_configs import OFFICIAL, SPECULATORS
 from jspec.drafters.heads import Blockwise, Medusa
+from jspec.drafters.published_assistant import Assistant
 from jspec.drafters.published_dflash import BlockHead, save_dflash
-from jspec.drafters.published_eagle import OFFICIAL, SPECULATORS, Head, save_eagle
+from jspec.drafters.published_eagle import Head, save_eagle
 from jspec.drafters.published_medusa import save_medusa
 from jspec.drafters.published_mtp import Modules, save_mtp
 from jspec.drafters.reading import AnyHead, read_head
@@ -90,8 +92,11 @@ def _export(args: argparse.Namespace) -> None:
     elif isinstance(head, Medusa):
         name = args.target
         save_medusa(head, args.folder, args.dtype, base=name, vocab_size=size)
-    else:
+    elif isinstance(head, Blockwise):
         save_blockwise(head, args.folder, size, args.dtype)
+    else:
+        message = f"{args.head} is an assistant; those are read, not written"
+        raise ValueError(message)  # noqa: TRY004, it is the wrong folder
     print(f"the head is in {args.folder}", file=sys.stderr)
 
 
@@ -124,6 +129,8 @@ def _inspect(args: argparse.Namespace) -> None:
     one: dict[str, Any] = {"grower": growth.chain(1, dense=False)}
     if isinstance(head, BlockHead):
         one = {"gamma": 1, "dense": False}
+    elif isinstance(head, Assistant):
+        one = {"gamma": 1}
     draft = load_drafter(folder, model, **one)
     texts = [question.prompt for question in load_prompts(None, args.limit)]
     room = model.config.max_position - args.max_new_tokens
@@ -149,6 +156,8 @@ def _facts(head: AnyHead) -> dict[str, object]:
         return facts | _facts_of(head.design, head.weights[0])
     if isinstance(head, BlockHead):
         return _block_facts(head)
+    if isinstance(head, Assistant):
+        return _assistant_facts(head)
     return {"layout": head.layout} | _facts_of(head.design, head.weights)
 
 
@@ -191,6 +200,20 @@ def _block_facts(head: BlockHead) -> dict[str, object]:
         "confidence": weights.confidence is not None,
         "vocabulary": f"{drafted} of {rows} ids",
         "parameters": _millions(own),
+    }
+
+
+def _assistant_facts(head: Assistant) -> dict[str, object]:
+    config, weights = head.design.config, head.weights
+    clusters = "all tokens"
+    if weights.centroids is not None:
+        clusters = f"{head.design.clusters} of {len(weights.centroids)} clusters"
+    return {
+        "kind": "assistant on the target's keys and values",
+        "layers": f"{config.layers} of width {config.hidden}, {config.heads} heads",
+        "reads": f"target layers {', '.join(map(str, head.design.sources))}",
+        "logits of": clusters,
+        "parameters": _millions(dataclasses.replace(weights, embed=None, members=None)),
     }
 
 

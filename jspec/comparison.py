@@ -18,9 +18,9 @@ from rich.table import Table
 
 from jspec import trial
 from jspec.drafters.draft import Draft
-from jspec.generation import prepare
 from jspec.models import Model
 from jspec.record import Method, Settings
+from jspec.requests import prepare
 
 _DEPTHS = 3
 

@@ -14,8 +14,8 @@ from rich.tree import Tree
 
 from jspec import sampling as smp
 from jspec.drafters.draft import Draft
-from jspec.generation import prepare
 from jspec.models import Model
+from jspec.requests import prepare
 from jspec.state import context
 from jspec.text import Prompt
 from jspec.types import Rule

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jspec import decode, theory, timing, tree, verify
 from jspec import sampling as smp
 from jspec.drafters.draft import Draft
-from jspec.generation import Request, prepare
 from jspec.models import Model
+from jspec.requests import Request, prepare
 from jspec.state import State, context
 from jspec.timing import Loop, copy_bandwidth
 from jspec.types import (

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jspec import decode, options, tree, verify
 from jspec import sampling as smp
 from jspec.drafters import eagle, growth, mtp
+from jspec.drafters.eagle_configs import default_taps
 from jspec.drafters.ngram import ngram
-from jspec.drafters.published_eagle import default_taps
 from jspec.models import architecture
 from jspec.models.config import Config
 from jspec.state import Params, State

@@ -15,8 +15,8 @@ import jax
 
 from jspec import measure, trial, verify
 from jspec.drafters import Draft
-from jspec.generation import prepare
 from jspec.models import Model
+from jspec.requests import prepare
 from jspec.types import DraftShape, Rule
 
 

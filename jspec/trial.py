@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from jspec import stats
 from jspec.drafters.draft import Draft
-from jspec.generation import Output, generate, prepare
+from jspec.generation import Output, generate
 from jspec.models import Model
+from jspec.requests import prepare
 from jspec.stats import Stats
 from jspec.types import Rule, chain
 

@@ -1,7 +1,16 @@
 """Settings common to all tests."""
 
 import gc
+import os
 from pathlib import Path
+
+# Most of the time goes into compiling tiny programs: half of it is LLVM's optimizer.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        os.environ.get("XLA_FLAGS", ""),
+    ]
+)
 
 import jax
 import pytest

@@ -19,8 +19,8 @@ from jspec import sampling as smp
 from jspec.decode import decode_round
 from jspec.drafters.loading import block_draft
 from jspec.drafters.published_dflash import BlockHead
-from jspec.generation import prepare
 from jspec.models import Model
+from jspec.requests import prepare
 from jspec.state import RUNNING
 from jspec.types import Context
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from jspec.drafters import dflash, eagle, growth, mtp, peagle
+from jspec.drafters import assistant, dflash, eagle, growth, mtp, peagle
 from jspec.drafters.draft import Draft
 from jspec.drafters.growth import Grower
 from jspec.drafters.heads import Blockwise, Medusa, blockwise, medusa
 from jspec.drafters.lookahead import jacobi, lookahead
 from jspec.drafters.ngram import ngram
 from jspec.drafters.ngram_tree import ngram_tree
+from jspec.drafters.published_assistant import Assistant
 from jspec.drafters.published_dflash import BlockHead
 from jspec.drafters.published_eagle import Head
 from jspec.drafters.published_mtp import Modules, load_mtp
@@ -39,7 +40,8 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
     Args:
       name: one of ``PLAIN``, such as ``"ngram"``; ``"eagle3"`` or another head that
         ``HEADS`` holds for this target; a folder or Hub id of an EAGLE head, a
-        DFlash or DSpark drafter, Medusa or blockwise heads or a prediction module; the
+        DFlash or DSpark drafter, Medusa or blockwise heads, a prediction module or a Gemma
+        4 assistant; the
         target's own folder, if that holds prediction modules; a loaded ``Model``; or
         whatever ``jspec.load`` takes (an alias, a folder, a file, a Hub id), which is
         then an independent small model.
@@ -109,7 +111,7 @@ def block_draft(head: BlockHead, name: str, target: Model, **options) -> Draft:
 
 
 def _draft(
-    head: Head | Modules | Medusa | Blockwise,
+    head: Head | Modules | Medusa | Blockwise | Assistant,
     name: str,
     target: Model,
     gamma: int | None = None,
@@ -125,11 +127,12 @@ def _draft(
         return Draft(blockwise(head, size, tree), head, name, size)
     if isinstance(grower, Topology):
         grower = growth.ranked(grower)
+    if isinstance(head, Assistant):
+        _chains_only(name, "an assistant", grower)
+        drafter = assistant.drafter(head.design, gamma or 4)
+        return Draft(drafter, head.weights, name, size)
     if isinstance(head, Head) and head.design.mask_id is not None:
-        if grower is not None:
-            raise ValueError(
-                f"{name} is a P-EAGLE head, which drafts chains; use gamma"
-            )
+        _chains_only(name, "a P-EAGLE head", grower)
         drafter = peagle.drafter(head.design, gamma or 4, dtype=dtype)
         return Draft(drafter, head.weights, name, size)
     if isinstance(head, Head):
@@ -139,6 +142,11 @@ def _draft(
     grower = grower or growth.chain(3 if gamma is None else gamma)
     drafter = mtp.drafter(head.design, grower, len(head.weights), dtype=dtype)
     return Draft(drafter, head.params, f"mtp-{name}", size)
+
+
+def _chains_only(name: str, kind: str, grower: Grower | None) -> None:
+    if grower is not None:
+        raise ValueError(f"{name} is {kind}, which drafts chains; use gamma")
 
 
 def _grower(gamma: int | None, deepest: int = 5) -> Grower:

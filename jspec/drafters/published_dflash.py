@@ -24,7 +24,7 @@ from jspec.drafters.dflash_configs import DEEPSPEC, SPECULATORS
 from jspec.drafters.dflash_tensors import COPIES
 from jspec.drafters.diffusion import Design, Weights
 from jspec.drafters.dspark import Confidence
-from jspec.drafters.published_eagle import target_head
+from jspec.drafters.tensors import target_head
 from jspec.models import Model, names
 
 TEMPERATURES = "confidence_temperatures.json"

@@ -20,7 +20,7 @@ import numpy as np
 
 from jspec.drafters import mtp, tensors
 from jspec.drafters.eagle import Design, Weights
-from jspec.drafters.published_eagle import target_head
+from jspec.drafters.tensors import target_head
 from jspec.models import Model, names
 from jspec.models.config import Config
 from jspec.models.hf import config_from_hf, config_to_hf

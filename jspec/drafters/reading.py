@@ -7,6 +7,11 @@ from pathlib import Path
 
 from jspec.drafters.dflash_configs import is_dflash
 from jspec.drafters.heads import Blockwise, Medusa
+from jspec.drafters.published_assistant import (
+    Assistant,
+    is_assistant,
+    load_assistant,
+)
 from jspec.drafters.published_dflash import BlockHead, load_dflash
 from jspec.drafters.published_eagle import Head, is_eagle, load_eagle
 from jspec.drafters.published_medusa import is_medusa, read_medusa
@@ -15,13 +20,14 @@ from jspec.drafters.stored_blockwise import is_blockwise, read_blockwise
 from jspec.drafters.tensors import read_config
 from jspec.models import Model
 
-AnyHead = Head | BlockHead | Modules | Medusa | Blockwise
+AnyHead = Head | BlockHead | Modules | Medusa | Blockwise | Assistant
 _KINDS: tuple[tuple[Callable[[dict], bool], Callable[..., AnyHead]], ...] = (
     (is_dflash, load_dflash),
     (is_eagle, load_eagle),
     (is_medusa, read_medusa),
     (is_blockwise, read_blockwise),
     (is_mtp, load_mtp),
+    (is_assistant, load_assistant),
 )
 
 
@@ -41,6 +47,6 @@ def read_head(folder: Path, target: Model) -> AnyHead:
     if read is None:
         raise ValueError(
             f"{folder} holds neither an EAGLE head, a DFlash or DSpark drafter, Medusa or "
-            "blockwise heads nor prediction modules"
+            "blockwise heads, prediction modules nor a Gemma 4 assistant"
         )
     return read(folder, target)

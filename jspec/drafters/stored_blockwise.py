@@ -16,7 +16,7 @@ import numpy as np
 from jspec import checks
 from jspec.drafters import tensors
 from jspec.drafters.heads import Blockwise
-from jspec.drafters.published_eagle import target_head
+from jspec.drafters.tensors import target_head
 from jspec.models import Model
 
 _SIZES = ("num_heads", "wide", "hidden_size", "vocab_size")

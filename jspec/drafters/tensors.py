@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
-from jspec.models import names, tensorfile
+from jspec.models import Model, names, tensorfile
 from jspec.models.load import weight_files
 from jspec.models.names import Place
 
@@ -174,6 +174,12 @@ def target_ids(folder: Path, name: str, ids: np.ndarray, vocab_size: int) -> np.
             f"{vocab_size}"
         )
     return ids.astype(np.int32)
+
+
+def target_head(target: Model, ids: np.ndarray | None = None):
+    """The target's head ``[V, M]``, or its rows ``ids``."""
+    head = target.params.embed if target.params.head is None else target.params.head
+    return head if ids is None else head[jnp.asarray(ids)]
 
 
 def read_token_map(folder: Path, vocab_size: int) -> np.ndarray | None:

@@ -13,12 +13,13 @@ class Rope:
     """Rotary embedding of one kind of layer.
 
     Attributes:
-      theta: base.  kind: default, linear, dynamic, llama3 or yarn.
+      theta: base.  kind: default, linear, dynamic, llama3, yarn or proportional.
       factor: scaling factor of every kind but default.
       original: context length before scaling (dynamic, llama3, yarn).
       low_freq, high_freq: llama3 only.
       beta_fast, beta_slow, attention_factor, truncate: yarn only.
-      fraction: share of a head that is rotated, from its beginning.
+      fraction: share of a head that is rotated, from its beginning; if proportional, of
+        its pairs.
     """
 
     theta: float = 10000.0

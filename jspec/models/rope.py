@@ -28,7 +28,8 @@ class Turns(NamedTuple):
 
 def turns(rope: Rope, dim: int, position: Array) -> Turns:
     """Rotations of heads of size ``dim`` at ``position [B, N]`` (int32)."""
-    dim = int(dim * rope.fraction)
+    if rope.kind != "proportional":
+        dim = int(dim * rope.fraction)
     if rope.kind == "dynamic":
         frequency = _dynamic(rope, dim, position)
     else:
@@ -56,6 +57,7 @@ def frequencies(rope: Rope, dim: int) -> np.ndarray:
     return {
         "default": lambda: base,
         "linear": lambda: base / rope.factor,
+        "proportional": lambda: _proportional(rope, base),
         "llama3": lambda: _llama3(rope, base),
         "yarn": lambda: _yarn(rope, base, dim),
     }[rope.kind]()
@@ -72,6 +74,12 @@ def _dynamic(rope: Rope, dim: int, position: Array) -> Array:
     theta = rope.theta * grow ** (dim / (dim - 2))
     power = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
     return theta[..., None] ** -power
+
+
+def _proportional(rope: Rope, base: np.ndarray) -> np.ndarray:
+    """The first pairs of the whole head turn as they would alone; the others do not."""
+    turning = np.arange(len(base)) < int(rope.fraction * 2 * len(base) // 2)
+    return np.where(turning, base / rope.factor, 0.0)
 
 
 def _llama3(rope: Rope, base: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jspec import generation, stats
+from jspec import requests, stats
 from jspec.state import State
 from jspec.text import Detokenizer
 
@@ -23,7 +23,7 @@ class Full(RuntimeError):
 class Prepared:
     """A checked request of one row."""
 
-    row: generation.Request
+    row: requests.Request
 
     @property
     def prompt(self) -> list[int]:

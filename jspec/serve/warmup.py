@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jspec import generation, verify
+from jspec import requests, verify
 from jspec.drafters.draft import Draft
 from jspec.models import Model
 from jspec.prefill import Filled, chunk_for
@@ -50,7 +50,7 @@ class Programs:
         eos_ids: Sequence[int] | None,
     ):
         self._eos_ids = eos_ids
-        draft = generation.as_draft(drafter)
+        draft = requests.as_draft(drafter)
         self.drafts = draft.drafter.shape.depth > 0
         self.shape, self._rules = shape, {True: verify.greedy, False: rule}
         self.mesh = mesh
@@ -87,8 +87,8 @@ class Programs:
             )
         return prepared
 
-    def _request(self, prompts: list, **options) -> generation.Request:
-        request = generation.prepare(
+    def _request(self, prompts: list, **options) -> requests.Request:
+        request = requests.prepare(
             self.model,
             self.draft,
             prompts,

@@ -13,7 +13,7 @@ from jspec.drafters.block_conv import Convs
 from jspec.drafters.dflash_configs import SPECFORGE, ZLAB
 from jspec.drafters.diffusion import Design, Weights
 from jspec.drafters.published_dflash import BlockHead
-from jspec.drafters.published_eagle import target_head
+from jspec.drafters.tensors import target_head
 from jspec.models import Model
 from jspec.models.config import Config
 from jspec.models.mlp import Mlp

@@ -15,8 +15,9 @@ import numpy as np
 from jspec.drafters import eagle
 from jspec.drafters.eagle import Design, Weights
 from jspec.drafters.mtp import design_of
-from jspec.drafters.published_eagle import Head, target_head
+from jspec.drafters.published_eagle import Head
 from jspec.drafters.published_mtp import Modules
+from jspec.drafters.tensors import target_head
 from jspec.models import Model, architecture, linear
 from jspec.models.config import Config, Rope
 from jspec.types import Array

@@ -12,8 +12,9 @@ import pytest
 import jspec
 from jspec import decode, drafters, tree, verify
 from jspec.cache import KVCache
-from jspec.drafters import dspark, eagle, growth, mtp, peagle, store
+from jspec.drafters import assistant, dspark, eagle, growth, mtp, peagle, store
 from jspec.drafters.loading import block_draft
+from jspec.models import transformer
 from jspec.prefill import fill_cache
 from jspec.testing import scripted, tiny
 from jspec.train.block_starts import fresh_dflash, with_markov, with_selector
@@ -71,6 +72,41 @@ def modules_draft(count, grower):
     weights = tuple(m.weights[0] for m in every)
     drafter = mtp.drafter(every[0].design, grower, count)
     return jspec.Draft(drafter, weights[0] if count == 1 else weights, "mtp", VOCAB)
+
+
+def assistant_draft(gamma):
+    """Layers that read the target's caches; random, and right now and then."""
+    config = tiny.config(hidden=16, kv_heads=1, qk_norm=True, windows=(4, None))
+    plain = transformer.init(config, jax.random.key(3), scale=0.3)
+    layers = tuple(
+        assistant.Layer(
+            query=layer.qkv[0, :-2],
+            out=layer.out,
+            mlp=layer.mlp,
+            attn_norm=layer.attn_norm,
+            attn_post_norm=layer.attn_norm,
+            mlp_norm=layer.mlp_norm,
+            mlp_post_norm=layer.mlp_norm,
+            q_norm=layer.q_norm,
+            scale=jnp.ones(1),
+        )
+        for layer in plain.layers
+    )
+    wide = MODEL.config.hidden
+    enter, leave = (
+        jax.random.normal(jax.random.key(i), shape) / 8
+        for i, shape in enumerate([(16, 2 * wide), (wide, 16)])
+    )
+    weights = assistant.Weights(
+        MODEL.params.embed,
+        enter,
+        leave,
+        layers,
+        plain.final_norm,
+        MODEL.params.head @ leave,
+    )
+    design = assistant.Design(config, (1, 1))
+    return jspec.Draft(assistant.drafter(design, gamma), weights, "assistant", VOCAB)
 
 
 STORE = store.build([text[3:14] for text in TEXT])  # so that not all is known
@@ -146,6 +182,7 @@ CASES = {
     "peagle": lambda: parallel_draft(3),
     "mtp-chain": lambda: modules_draft(1, growth.chain(3)),
     "mtp-modules": lambda: modules_draft(2, growth.chain(3)),
+    "assistant": lambda: assistant_draft(3),
     "dflash": lambda: blocks(gamma=3),
     "dflash2": lambda: blocks(lambda h, key: with_selector(h, key, 4, count=5)),
     "dspark": lambda: blocks(markov(dspark.rnn), HALF, least=0.4),

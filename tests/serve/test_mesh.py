@@ -18,7 +18,9 @@ SCRIPT = Path(__file__).parent / "mesh_run.py"
 
 
 def start(devices, *arguments):
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = (
+        f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+    )
     root = str(Path(__file__).parents[2])
     environment = {
         **os.environ,

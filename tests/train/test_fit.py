@@ -267,7 +267,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(large, tmp_path):
 @pytest.mark.slow
 def test_eight_devices_give_the_same_run(whole, tmp_path):
     out, _ = whole
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
     process = start(SCRIPT, tmp_path, 12, 12, 8, XLA_FLAGS=flags)
     _, said = process.communicate()
     assert process.returncode == 0, said
@@ -293,7 +293,7 @@ small_run.run(sys.argv[1], 3, data=data, mesh=parallel.data_mesh())
 def test_rows_must_fit_the_devices(tmp_path):
     with pytest.raises(ValueError, match="a mesh of 99 devices"):
         parallel.data_mesh(99)
-    flags = "--xla_force_host_platform_device_count=4"
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
     process = start(UNEVEN, tmp_path, XLA_FLAGS=flags)
     _, said = process.communicate()
     assert process.returncode == 1

@@ -205,9 +205,10 @@ def test_eight_devices_train_as_one_does(corpus_files, tmp_path):
     words = ["train", "medusa", "--target", target, "--length", "48", "--batch", "8"]
     words += ["--smoke", "--corpus", *map(str, corpus_files), "--out"]
     held = tmp_path / "eight"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     subprocess.run(
         [sys.executable, "-m", "jspec", *words, str(held)],
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        env=os.environ | {"XLA_FLAGS": flags},
         check=True,
     )
     assert cli.main([*words, str(tmp_path / "one")]) == 0

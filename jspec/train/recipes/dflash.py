@@ -11,7 +11,7 @@ import numpy as np
 from jspec.drafters import dspark as heads
 from jspec.drafters.diffusion import Weights
 from jspec.drafters.published_dflash import BlockHead, save_dflash
-from jspec.drafters.published_eagle import target_head
+from jspec.drafters.tensors import target_head
 from jspec.models import Model
 from jspec.train import block_losses as losses
 from jspec.train.block_starts import fresh_dflash, with_markov, with_selector

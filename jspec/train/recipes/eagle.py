@@ -8,7 +8,8 @@ from pathlib import Path
 import jax
 
 from jspec.drafters.eagle import Weights
-from jspec.drafters.published_eagle import Head, save_eagle, target_head
+from jspec.drafters.published_eagle import Head, save_eagle
+from jspec.drafters.tensors import target_head
 from jspec.models import Model
 from jspec.train.corpus import Corpus
 from jspec.train.eagle import pairs, regression, shifted, training_time_test

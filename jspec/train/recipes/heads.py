@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.drafters.heads import Blockwise, Medusa, init_blockwise, init_medusa
-from jspec.drafters.published_eagle import target_head
 from jspec.drafters.published_medusa import save_medusa
 from jspec.drafters.stored_blockwise import save_blockwise
+from jspec.drafters.tensors import target_head
 from jspec.models import Model
 from jspec.train import heads
 from jspec.train.corpus import Corpus

@@ -8,8 +8,8 @@ import jax
 from jax.tree_util import Partial
 
 from jspec.drafters.eagle import Weights
-from jspec.drafters.published_eagle import target_head
 from jspec.drafters.published_mtp import Modules, save_mtp
+from jspec.drafters.tensors import target_head
 from jspec.models import Model
 from jspec.train.corpus import Corpus
 from jspec.train.mtp import fast_mtp, prediction, texts

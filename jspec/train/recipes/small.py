@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from jspec import models
-from jspec.drafters.published_eagle import target_head
+from jspec.drafters.tensors import target_head
 from jspec.models import Model
 from jspec.train.corpus import Corpus
 from jspec.train.packing import Rows
