@@ -122,10 +122,13 @@ class Governor:
           seconds: it took, resuming included; None if that is not known.
         """
         if seconds is not None:
+            cost = self.costs[size]
             kind = ("drafted" if drafted else "idle") if tried else "plain"
             if resumed:
-                kind, seconds = "resume", seconds - getattr(self.costs[size], kind)
-            self.costs[size] = self.costs[size].measured(kind, seconds)
+                more = seconds - getattr(cost, kind)
+                self.costs[size] = cost.measured("resume", more)
+            else:
+                self.costs[size] = cost.measured(kind, seconds)
         history, cost = self._history[size], self.costs[size]
         if tried:
             new = observe(history, cost, drafted=drafted, tau=tau, resumed=resumed)
