@@ -4,7 +4,7 @@ Arrivals are Poisson. For every rate the table has the time to the first token a
 time between tokens, as clients see them (a round's tokens arrive together, so most gaps
 inside a round are 0 and the mean is what a reader notices), with and without drafts.
 
-    python experiments/serving.py --drafter ngram --rates 0.2 0.5 1
+    python experiments/serving.py --drafters ngram eagle3 --rates 0.2 0.5 1 --plot load.png
 """
 
 import argparse
@@ -70,6 +70,27 @@ def play(engine: Engine, prompts, rate: float, count: int, new: int, seed: int) 
     return line
 
 
+def plot(path: str, lines: list[dict], title: str) -> None:
+    """Medians, and the 90th percentile as a thin line, over the rate of arrivals."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2)
+    names = {"ttft": "until the first token, ms", "itl": "between tokens, ms"}
+    for axes, (name, label) in zip(panels, names.items(), strict=True):
+        for i, drafter in enumerate(dict.fromkeys(line["drafter"] for line in lines)):
+            mine = [line for line in lines if line["drafter"] == drafter]
+            rates, color = [line["rate"] for line in mine], f"C{i}"
+            for share, style in ((50, "o-"), (90, ".:")):
+                y = [line[f"{name}_p{share}_ms"] for line in mine]
+                text = f"{drafter}, {share}%"
+                axes.plot(rates, y, style, color=color, label=text)
+        axes.set(xlabel="requests a second", ylabel=label, ylim=(0, None))
+    panels[0].legend(fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
 def show(args: argparse.Namespace) -> None:
     count, new = (6, 12) if args.smoke else (args.requests, args.max_new_tokens)
     rates = args.rates[:1] if args.smoke else args.rates
@@ -89,8 +110,9 @@ def show(args: argparse.Namespace) -> None:
     columns = ("drafter", "a second", "tokens/s", "first token 50", "90", "99")
     for name in (*columns, "between tokens 50", "90", "99", "refused"):
         table.add_column(name, justify="left" if name == "drafter" else "right")
+    lines: list[dict] = []
     with record.lines(args.json) as file:
-        for name in ("none", args.drafter):
+        for name in ("none", *args.drafters):
             draft = bench.method(name, model, None, args.gamma).draft
             engine = Engine(
                 model,
@@ -99,12 +121,14 @@ def show(args: argparse.Namespace) -> None:
                 context=args.context,
                 queue=args.queue,
                 rule=verify.greedy,
+                eos_ids=(),
             )
             engine.warm_up()
             for rate in rates:
                 line = play(engine, prompts, rate, count, new, args.seed)
                 line |= {"target": model.name, "drafter": name}
                 line |= {"sizes": list(sizes), "device": record.device()}
+                lines.append(line)
                 if file:
                     file.write(json.dumps(line) + "\n")
                     file.flush()
@@ -113,6 +137,8 @@ def show(args: argparse.Namespace) -> None:
                 speed = f"{line['tokens_per_s']:.1f}"
                 table.add_row(name, f"{rate:g}", speed, *cells, str(line["refused"]))
     report.console().print(table)
+    if args.plot:
+        plot(args.plot, lines, f"{model.name} on {record.device()}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,7 +147,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--target", default="smollm2-135m", help="a model to load (smollm2-135m)")
-    add("--drafter", default="ngram", help="as for jspec bench (ngram)")
+    add(
+        "--drafters",
+        nargs="+",
+        default=["ngram"],
+        help="as for jspec serve, folders of heads too (ngram)",
+    )
     add("--gamma", type=int, help="tokens drafted a round")
     add("--prompts", metavar="FILE", help="as for jspec bench")
     add("--limit", type=int, help="use so many prompts")
@@ -133,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--queue", type=int, default=64, help="requests that may wait (64)")
     add("--seed", type=int, default=0, help="of the arrivals (0)")
     add("--json", metavar="FILE", help="append a line a row")
+    add("--plot", metavar="FILE", help="write a PNG")
     add("--smoke", action="store_true", help="six requests at one rate")
     args = parser.parse_args(argv)
     with bench.one_line_errors() as status:

@@ -22,6 +22,7 @@ PREDICT = """Predicts rounds on a chip that is not there: cost by phase, and the
 
   jspec predict --target llama-3.1-8b --drafter eagle3 --chip v5e --acceptance 0.78,0.75,0.7
   jspec predict --target llama-3.1-8b --drafter eagle3 --chip h100 --batches 1,8,32 --plot p.png
+  jspec predict --target llama-3.1-70b --mesh v5p-16 --chains 4 --trees none
 
 For TPUs the phases are compiled where libtpu is installed, and figures are XLA's; for other
 chips they are arithmetic over the sizes. The output says which.
@@ -41,6 +42,12 @@ def add_predict(command: argparse.ArgumentParser) -> None:
         help=f"one or several of {', '.join(roofline.CHIPS)}, with commas (v5e)",
     )
     add("--devices", type=int, default=1, metavar="N", help="tensor-parallel (1)")
+    add(
+        "--mesh",
+        metavar="SLICE",
+        help="instead of --chip and --devices a cloud slice such as v5e-8 or v5p-16, and "
+        "whether its memory suffices",
+    )
     add("--batches", default="1", metavar="N,N", help="sequences at once (1)")
     add("--length", type=int, default=2048, metavar="N", help="cached tokens (2048)")
     add("--chains", default="1,2,3,4,5,6,8", metavar="G,G", help="drafts of chains")
@@ -68,6 +75,8 @@ def _predict(args: argparse.Namespace) -> None:
     # Nothing is run: a libtpu without its TPU need not look for one.
     jax.config.update("jax_platforms", "cpu")
     config = preset(args.target)
+    if args.mesh:
+        args.chip, args.devices = topology.slice_of(args.mesh)
     settings = _settings(args)
     acceptance = _floats("--acceptance", args.acceptance) if args.acceptance else None
     if args.plot and acceptance is None:
@@ -130,6 +139,8 @@ def _show(args: argparse.Namespace, chip: str, batch: int, table: Table) -> None
     console.print(_costs(title, table))
     console.print(_speeds(table))
     console.print(said(chip, table), style="dim")
+    if args.mesh:
+        console.print(fit(chip, table))
     best = table.best
     if best is not None and best.setting is not None:
         gain = table.speedup(best)
@@ -160,6 +171,17 @@ def said(chip: str, table: Table) -> str:
         f"bounds. "
         f"Layers of one kind were compiled once and twice and extrapolated. "
         f"Attention: {table.attention}."
+    )
+
+
+def fit(chip: str, table: Table) -> str:
+    """Whether a device holds everything, and how much that is."""
+    room = roofline.CHIPS[chip].memory
+    verdict = "it fits" if table.memory <= room else "it does NOT fit"
+    source = "compiled" if table.compiled else "by arithmetic"
+    return (
+        f"memory ({source}): at most {table.memory / 1e9:.1f} of {room / 1e9:.0f} GB a device; "
+        f"{verdict}"
     )
 
 

@@ -13,7 +13,7 @@ from jspec.serve import costs
 SERVE = """Answers over HTTP as the OpenAI API does: /v1/completions, /v1/chat/completions.
 
   jspec serve --target smollm2-135m --draft ngram
-  jspec serve --draft checkpoints/eagle3-smollm2-135m --gamma 4 --sizes 1,4,8
+  jspec serve --draft eagle3 --gamma 4 --sizes 1,4,8
 
   curl localhost:8000/v1/completions -d '{"prompt": "Once", "max_tokens": 32}'
 """
@@ -27,7 +27,8 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         "--draft",
         default="ngram",
         metavar="DRAFTER",
-        help="ngram, none, a folder with a head, or a model (ngram)",
+        help="ngram, none, eagle3 or another head in checkpoints/, a folder with a head, "
+        "or a model (ngram)",
     )
     add("--gamma", type=int, metavar="N", help="tokens drafted a round")
     add(
@@ -51,6 +52,13 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         help="tokens of a request, prompt and new ones (1024)",
     )
     add("--queue", type=int, default=64, metavar="N", help="requests that wait (64)")
+    add(
+        "--prefixes",
+        type=int,
+        default=4,
+        metavar="N",
+        help="prompts whose caches are kept, for prompts that begin alike (4)",
+    )
     add("--max-tokens", type=int, default=512, metavar="N", help="most new ones (512)")
     add("--max-body", type=int, default=1 << 20, metavar="BYTES", help="(1048576)")
     add("--no-adaptive", action="store_true", help="draft even where it does not pay")
@@ -87,6 +95,7 @@ def _serve(args: argparse.Namespace) -> None:
         sizes=sizes,
         context=args.context,
         queue=args.queue,
+        prefixes=args.prefixes,
         rule=bench.RULES[args.rule],
         log_prob=True,
         adaptive=not args.no_adaptive,

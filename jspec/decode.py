@@ -17,7 +17,7 @@ from jax import lax
 from jspec import sampling as smp
 from jspec import tree, verify
 from jspec.commit import commit, cut
-from jspec.prefill import fill_cache
+from jspec.prefill import Filled, fill_cache
 from jspec.sampling import Sampling
 from jspec.state import LENGTH, RUNNING, Info, Params, State, context, pending
 from jspec.types import (
@@ -85,7 +85,7 @@ def prefill(
       log_prob: record log-probabilities of the emitted tokens.
       dtype: of the cache.
     """
-    cache, features = fill_cache(
+    filled = fill_cache(
         target,
         params.target,
         tokens,
@@ -95,10 +95,26 @@ def prefill(
         taps=drafter.shape.taps,
         dtype=dtype,
     )
-    seen = Context(tokens, length, sampling, features)
+    given = sampling, tokens, length, limit
+    return begin(params, *given, filled, drafter=drafter, log_prob=log_prob)
+
+
+def begin(
+    params: Params,
+    sampling: Sampling,
+    tokens: Array,
+    length: Array,
+    limit: Array,
+    filled: Filled,
+    *,
+    drafter: Drafter,
+    log_prob: bool,
+) -> State:
+    """The state before the first round, from scored prompts; see ``prefill``."""
+    seen = Context(tokens, length, sampling, filled.features)
     zeros = jnp.zeros_like(length)
     return State(
-        cache=cache,
+        cache=filled.cache,
         draft=drafter.init(params.draft, seen),
         sampling=sampling,
         tokens=tokens,

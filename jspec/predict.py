@@ -74,6 +74,19 @@ class Table:
     compiled: bool
     attention: str
 
+    @property
+    def memory(self) -> float:
+        """Bytes that a device holds at most. A compiled phase needs its own arguments
+        alone: the target's and the drafter's are added, and shared arrays count twice."""
+        rows = (self.plain, *self.rows)
+        if not self.compiled:
+            return max(row.memory for row in rows)
+        return max(
+            row.costs["score"].memory
+            + max(row.costs[name].memory for name in ("propose", "update"))
+            for row in rows
+        )
+
     def ratio(self, row: Prediction) -> float:
         """``T_verify(N) / T_decode``."""
         return row.verify / self.plain.verify

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,19 @@ from jspec.types import Array, Target, chain
 
 _WIDEST = 128  # rows beyond it gain little speed and cost memory
 _STEP = 32  # so few widths that their programs are soon compiled
+
+
+class Filled(NamedTuple):
+    """What scoring a prompt leaves.
+
+    Attributes:
+      cache: of all its tokens but the last one, which is pending.
+      features: ``[B, T, F]`` tapped features of the same tokens, zero from the pending
+        one on; None without taps.
+    """
+
+    cache: Any
+    features: Array | None
 
 
 def chunk_for(tokens: int) -> int:
@@ -31,7 +44,8 @@ def fill_cache(
     chunk: int = 64,
     taps: tuple[int, ...] = (),
     dtype=jnp.float32,
-) -> tuple[Any, Array | None]:
+    begun: Filled | None = None,
+) -> Filled:
     """Scores all committed tokens but the pending one.
 
     Args:
@@ -42,21 +56,27 @@ def fill_cache(
       chunk: tokens scored at once.
       taps: as in ``Target.score``.
       dtype: of the cache.
-
-    Returns:
-      ``(cache, features [B, T, F])``; features are None without taps, and zero from the
-      pending token on.
+      begun: goes on from here, with the same slots, taps and T. Its first
+        ``cache.length`` tokens, as many in every row, are those of ``tokens``.
     """
     batch, width = tokens.shape
-    padded = jnp.pad(tokens, ((0, 0), (0, -width % chunk)))
+    pad = -width % chunk if begun is None else chunk
+    padded = jnp.pad(tokens, ((0, 0), (0, pad)))
     path = jnp.broadcast_to(jnp.arange(chunk), (batch, chunk))
     # A chunk writes all its rows at `length`: room for one more, cropped afterwards.
     cache = model.init_cache(batch, slots + chunk, dtype)
     features = _no_features(model, params, cache, padded, taps)
+    start: Any = 0
+    if begun is not None:
+        start = begun.cache.length[0]
+        cache = jax.tree.map(_over, cache, begun.cache)
+        if features is not None and begun.features is not None:
+            known = jnp.arange(width)[:, None] < start
+            features = _over(features, jnp.where(known, begun.features, 0))
 
     def score_chunk(i, carry):
         cache, features = carry
-        at = i * chunk
+        at = start + i * chunk
         block = chain(
             lax.dynamic_slice_in_dim(padded, at, chunk, axis=1),
             live=at + jnp.arange(chunk) < length[:, None] - 1,
@@ -69,11 +89,16 @@ def fill_cache(
             features = lax.dynamic_update_slice_in_dim(features, new, at, axis=1)
         return cache, features
 
-    chunks = (jnp.max(length) - 1 + chunk - 1) // chunk
+    chunks = (jnp.max(length) - 1 - start + chunk - 1) // chunk
     cache, features = lax.fori_loop(0, chunks, score_chunk, (cache, features))
     if taps:
         features = features[:, :width]
-    return cache.crop(slots), features
+    return Filled(cache.crop(slots), features)
+
+
+def _over(large: Array, small: Array) -> Array:
+    """``large`` with ``small`` in the corner where all indices are 0."""
+    return lax.dynamic_update_slice(large, small, [0] * large.ndim)
 
 
 def _after(count: Array, kv: Any) -> Array:

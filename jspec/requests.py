@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -39,16 +39,19 @@ class Request:
     def params(self) -> Params:
         return Params(self.model.params, self.draft.params)
 
-    def prefill(self) -> State:
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arrays that ``decode.prefill`` is given."""
         tokens = np.zeros((len(self.prompts), self.slots), np.int32)
         for row, ids in zip(tokens, self.prompts, strict=True):
             row[: len(ids)] = ids
+        length = np.asarray([len(p) for p in self.prompts], np.int32)
+        limit = np.asarray(self.limit, np.int32)
+        return self.params, self.options, tokens, length, limit
+
+    def prefill(self) -> State:
         return decode.prefill(
-            self.params,
-            self.options,
-            tokens,
-            np.asarray([len(p) for p in self.prompts], np.int32),
-            np.asarray(self.limit, np.int32),
+            *self.arguments,
             target=self.model.target,
             drafter=self.draft.drafter,
             slots=self.slots,

@@ -18,11 +18,13 @@ from jspec import checks
 class Chip:
     """A device as two numbers: ``flops`` a second and memory ``bandwidth`` in bytes a
     second. Make your own from measurements, e.g. ``Chip("2 cores", 1e11, 2.8e10)``.
+    ``memory`` in bytes is what it holds, infinite where that does not matter.
     """
 
     name: str
     flops: float
     bandwidth: float
+    memory: float = float("inf")
 
     def __post_init__(self):
         checks.positive("flops", self.flops)
@@ -34,17 +36,17 @@ class Chip:
         return self.flops / self.bandwidth
 
 
-# Vendors' peak figures for one chip, bfloat16 dense (no sparsity) and HBM; no program
+# Vendors' peak figures for one chip, bfloat16 dense (no sparsity), HBM and its size; no program
 # reaches them. Google Cloud TPU pages; NVIDIA data sheets (SXM boards, A100 of 80 GB).
 # JAX shows a TPU7x chip as two devices, one a TensorCore: half of these numbers each.
 CHIPS = {
-    "v5e": Chip("TPU v5e", 197e12, 819e9),
-    "v5p": Chip("TPU v5p", 459e12, 2765e9),
-    "v6e": Chip("TPU v6e", 918e12, 1638e9),
-    "tpu7x": Chip("TPU7x", 2307e12, 7380e9),
-    "a100": Chip("A100 SXM 80 GB", 312e12, 2039e9),
-    "h100": Chip("H100 SXM", 989e12, 3350e9),
-    "h200": Chip("H200 SXM", 989e12, 4800e9),
+    "v5e": Chip("TPU v5e", 197e12, 819e9, 16e9),
+    "v5p": Chip("TPU v5p", 459e12, 2765e9, 95e9),
+    "v6e": Chip("TPU v6e", 918e12, 1638e9, 32e9),
+    "tpu7x": Chip("TPU7x", 2307e12, 7380e9, 192e9),
+    "a100": Chip("A100 SXM 80 GB", 312e12, 2039e9, 80e9),
+    "h100": Chip("H100 SXM", 989e12, 3350e9, 80e9),
+    "h200": Chip("H200 SXM", 989e12, 4800e9, 141e9),
 }
 
 

@@ -50,12 +50,31 @@ GPUS = {
 
 # The smallest topology of each TPU, and one with eight devices.
 TPUS = {
-    "v5e": ("v5e:2x2", "v5e:4x4"),
+    "v5e": ("v5e:2x2", "v5e:2x4"),
     "v5p": ("v5p:2x2x1", "v5p:2x2x2"),
-    "v6e": ("v6e:2x2", "v6e:4x4"),
+    "v6e": ("v6e:2x2", "v6e:2x4"),
     "tpu7x": ("tpu7x:2x2x1", "tpu7x:2x2x2"),
 }
 AXIS = "model"  # the mesh axis of tensor parallelism
+
+
+def slice_of(name: str) -> tuple[str, int]:
+    """The chip and the number of JAX devices of a cloud slice such as ``v5e-8``.
+
+    The number in the name of a v5p slice counts TensorCores, of which JAX shows two as one
+    device; those of v5e and v6e slices count chips.
+
+    Raises:
+      ValueError: another name.
+    """
+    chip, _, count = name.partition("-")
+    cores = 2 if chip == "v5p" else 1
+    if chip not in ("v5e", "v5p", "v6e") or not count.isdecimal() or int(count) % cores:
+        raise ValueError(
+            f"mesh {name!r} is not a slice such as v5e-8, v6e-8 or v5p-16 (16 "
+            "TensorCores, 8 chips); for others give a chip and a number of devices"
+        )
+    return chip, int(count) // cores
 
 
 def installed() -> bool:

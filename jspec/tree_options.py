@@ -10,11 +10,11 @@ from typing import Any
 from jspec import bench, draw, report, tree
 from jspec.drafters import growth, load_drafter
 from jspec.drafters.growth import Grower
+from jspec.drafters.loading import HEADS
 from jspec.models import Model
 from jspec.prompts import load_prompts
 from jspec.tree import Topology
 
-HEADS = Path(__file__).parents[1] / "checkpoints"  # of the repository
 TREES = ("dynamic", "static", "chain")
 
 

@@ -112,6 +112,18 @@ def test_devices_share_the_work():
         assert two[name].memory == pytest.approx(one[name].memory / 2)
 
 
+def test_a_slice_is_a_chip_and_devices_and_may_be_too_small(capsys):
+    assert topology.slice_of("v5e-8") == ("v5e", 8)
+    assert topology.slice_of("v5p-16") == ("v5p", 8)  # two TensorCores a device
+    for name in ("v5e", "v5p-3", "h100-8", "v5e-many"):
+        with pytest.raises(ValueError, match=f"mesh '{name}' is not a slice"):
+            topology.slice_of(name)
+    words = ["predict", "--chains", "4", "--trees", "none", "--arithmetic"]
+    for mesh, verdict in (("v5p-16", "it fits"), ("v5e-8", "it does NOT fit")):
+        assert main([*words, "--target", "llama-3.1-70b", "--mesh", mesh]) == 0
+        assert verdict in " ".join(capsys.readouterr().out.split())
+
+
 def test_costs_add_and_unknown_seconds_stay_unknown():
     total = Cost(1, 2, 3, 4) + Cost(1, 1, 1, 1) * 2
     assert total == Cost(3, 4, 5, 6)

@@ -29,6 +29,10 @@ def test_there_are_heads():
     assert HEADS
 
 
+def test_a_head_has_a_short_name():
+    assert jspec.load_drafter("eagle3", target()).name == "eagle3-smollm2-135m"
+
+
 @pytest.mark.parametrize("config", HEADS, ids=lambda file: file.parent.name)
 def test_a_shipped_head_drafts(config):
     folder = config.parent

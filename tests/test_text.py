@@ -4,23 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import jspec
 from jspec.testing import scripted, tiny
+from jspec.testing.tiny import byte_tokenizer
 from jspec.text import Detokenizer, encode
-
-
-def byte_tokenizer():
-    """One token a byte, so that every emoji is split over tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {c: i for i, c in enumerate(alphabet)} | {"<eos>": 256}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-
 
 TOKENIZER = byte_tokenizer()
 MODEL = tiny.model(seed=3, tokenizer=TOKENIZER, vocab_size=257)

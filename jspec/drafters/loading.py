@@ -23,6 +23,7 @@ from jspec.models import Model, load
 from jspec.models.load import fetch
 from jspec.tree import Topology
 
+HEADS = Path(__file__).parents[2] / "checkpoints"  # of the repository
 # Drafters that need neither weights nor a target.
 PLAIN = {
     "ngram": ngram,
@@ -37,7 +38,8 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
     """A drafter for ``target``.
 
     Args:
-      name: one of ``PLAIN``, such as ``"ngram"``; a folder or Hub id of an EAGLE head, a
+      name: one of ``PLAIN``, such as ``"ngram"``; ``"eagle3"`` or another head that
+        ``HEADS`` holds for this target; a folder or Hub id of an EAGLE head, a
         DFlash or DSpark drafter, Medusa or blockwise heads, a prediction module or a Gemma
         4 assistant; the
         target's own folder, if that holds prediction modules; a loaded ``Model``; or
@@ -58,7 +60,7 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
     if isinstance(name, str) and name in PLAIN:
         return Draft(PLAIN[name](**options), name=name)
     if isinstance(name, (str, Path)):
-        folder = fetch(str(name), pickled=True)
+        folder = shipped(str(name), target) or fetch(str(name), pickled=True)
         config = _config(folder)
         read = reader(config)
         # A target's checkpoint may hold modules, and is a small model for other targets.
@@ -74,6 +76,13 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
     size = target.target.config.vocab_size
     drafter = small_model(model.target, size, dtype=model.dtype, **options)
     return Draft(drafter, model.params, model.name, size)
+
+
+def shipped(name: str, target: Model) -> Path | None:
+    """The folder of ``HEADS`` with the head ``name`` of this target, if there is one."""
+    folder = HEADS / f"{name}-{target.name}"
+    plain = "/" not in name + target.name and not Path(name).exists()
+    return folder if plain and folder.is_dir() else None
 
 
 def _config(folder: Path) -> dict:

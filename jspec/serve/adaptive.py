@@ -2,17 +2,23 @@
 
 A round with drafts that takes c seconds and emits tau tokens a request does the work of
 tau plain rounds of p seconds; it pays while ``tau p > c``. Both costs are measured when
-the engine starts, tau is watched. Where drafts do not pay they are tried now and then, as
-often as a budget of lost time allows: so the engine is never slower than plain decoding
-by more than that budget, whatever the drafter.
+the engine starts and in every round since, tau is watched. What drafting may lose is an
+account: it is filled by a share of all time and by what drafting saves, and pays for
+rounds that were slower than plain ones. Drafts go on while they pay and the account
+holds; else they are tried when it has enough for one more round. So the engine is never
+slower than plain decoding by more than that share, whatever the drafter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 BUDGET = 0.02  # of all time may be lost by trying
-_NEWEST = 0.2  # weight of the latest round in the mean
+_FIRST, _MOST = 5.0, 10.0  # plain rounds in the account: at the start, at most
+_NEWEST = 0.2  # weight of the latest round in the mean gain
+_DRIFT = 0.1  # weight of the latest round in the mean cost
+_OUTLIER = 4.0  # a round beyond so many times its mean was held up by something else
 
 
 class Cost(NamedTuple):
@@ -29,28 +35,32 @@ class Cost(NamedTuple):
     idle: float
     resume: float = 0.0
 
+    def measured(self, kind: str, seconds: float) -> Cost:
+        """The costs after a round of a ``kind``, the name of a field."""
+        mean = getattr(self, kind)
+        if not mean / _OUTLIER < seconds < mean * _OUTLIER:
+            return self
+        return self._replace(**{kind: mean + _DRIFT * (seconds - mean)})
+
 
 class History(NamedTuple):
     """What is remembered of the rounds so far.
 
     Attributes:
       gain: mean of ``tau p / c`` over rounds with a drafter; infinite before the first.
-      spent: seconds of all rounds.
-      lost: seconds by which rounds with a drafter were slower than plain ones would have
-        been, less what they saved since.
+      account: plain rounds that may yet be lost.
     """
 
     gain: float = float("inf")
-    spent: float = 0.0
-    lost: float = 0.0
+    account: float = _FIRST
 
 
 def speculate(history: History, cost: Cost) -> bool:
     """Should the next round draft?"""
     if history.gain >= 1:
-        return True
+        return history.account > 0
     risk = max(cost.drafted - cost.plain, 0.0) + cost.resume
-    return history.lost + risk <= BUDGET * history.spent
+    return history.account * cost.plain >= risk
 
 
 def observe(
@@ -65,15 +75,63 @@ def observe(
       resumed: was it the first after a pause?
     """
     took = (cost.drafted if drafted else cost.idle) + resumed * cost.resume
-    now = tau * cost.plain / took
+    rounds = took / cost.plain
+    now = tau / rounds
     mean = history.gain + _NEWEST * (now - history.gain)
-    return History(
-        gain=now if history.gain == float("inf") else mean,
-        spent=history.spent + took,
-        lost=max(history.lost + took - tau * cost.plain, 0.0),
-    )
+    gain = now if history.gain == float("inf") else mean
+    account = history.account + BUDGET * rounds + tau - rounds
+    return History(gain, min(account, _MOST))
 
 
-def rest(history: History, cost: Cost) -> History:
+def rest(history: History) -> History:
     """The history after a plain round."""
-    return history._replace(spent=history.spent + cost.plain)
+    return history._replace(account=min(history.account + BUDGET, _MOST))
+
+
+class Governor:
+    """The rule at work in an engine, with costs and a history for every batch size.
+
+    Args:
+      costs: of the rounds of every size, as measured at the start.
+      always: draft in every round, whatever it costs.
+    """
+
+    def __init__(self, costs: Mapping[int, Cost], always: bool):
+        self.always, self.costs = always, dict(costs)
+        self._history = {size: History() for size in costs}
+
+    def speculate(self, size: int) -> bool:
+        """Should the next round of this size draft?"""
+        return self.always or speculate(self._history[size], self.costs[size])
+
+    def learn(
+        self,
+        size: int,
+        *,
+        tried: bool,
+        drafted: bool,
+        tau: float,
+        resumed: bool,
+        seconds: float | None,
+    ) -> None:
+        """Takes note of a round.
+
+        Args:
+          size: of the batch.  tried: did the round have a drafter?
+          drafted, tau, resumed: as for ``observe``.
+          seconds: it took, resuming included; None if that is not known.
+        """
+        if seconds is not None:
+            cost = self.costs[size]
+            kind = ("drafted" if drafted else "idle") if tried else "plain"
+            if resumed:
+                more = seconds - getattr(cost, kind)
+                self.costs[size] = cost.measured("resume", more)
+            else:
+                self.costs[size] = cost.measured(kind, seconds)
+        history, cost = self._history[size], self.costs[size]
+        if tried:
+            new = observe(history, cost, drafted=drafted, tau=tau, resumed=resumed)
+        else:
+            new = rest(history)
+        self._history[size] = new

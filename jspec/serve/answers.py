@@ -68,6 +68,7 @@ def usage(result: Result) -> dict:
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": result.shared},
         "completion_tokens_details": {
             "accepted_prediction_tokens": counts.accepted,
             "rejected_prediction_tokens": max(counts.proposed - counts.accepted, 0),

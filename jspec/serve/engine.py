@@ -21,9 +21,10 @@ import numpy as np
 from jspec import checks, generation, verify
 from jspec.drafters.draft import Draft
 from jspec.models import Model
-from jspec.serve import adaptive as governor
-from jspec.serve import slots, switch
-from jspec.serve.request import Full, Prepared, Result, Ticket
+from jspec.serve import prefixes, slots, switch
+from jspec.serve.adaptive import Cost, Governor
+from jspec.serve.request import Prepared, Result, Ticket
+from jspec.serve.waiting import Waiting
 from jspec.serve.warmup import Programs, Shape, warm_up
 from jspec.state import FAULT, RUNNING, State
 from jspec.text import Prompt
@@ -33,13 +34,17 @@ SERVED = "this engine is being served already; stop that first, or make another 
 
 
 class _Flight(NamedTuple):
-    """A round that was dispatched, and whose rows they were."""
+    """A round that was dispatched, and whose rows they were.
+
+    ``alone``: did nothing but the round before precede it on the device?
+    """
 
     look: slots.Look
     owners: list[tuple[int, Ticket]]
     drafted: bool
     resumed: bool
     size: int
+    alone: bool
 
 
 class Engine:
@@ -62,6 +67,8 @@ class Engine:
       log_prob: record log-probabilities of new tokens.
       adaptive: leave out drafts where they do not pay; else always draft.
       table: tokens that a request may bias, forbid or force.
+      prefixes: prompts whose caches are kept, the latest used ones; a prompt that begins
+        like one of them is scored from there. Each takes a slot's memory.
       mesh: lay model and slots out over devices (``jspec.serve.mesh``); the axes are
         ``data`` and ``model``.
       eos_ids: token ids that end a request; by default the model's own.
@@ -82,6 +89,7 @@ class Engine:
         log_prob: bool = False,
         adaptive: bool = True,
         table: int = 8,
+        prefixes: int = 4,
         mesh: jax.sharding.Mesh | None = None,
         eos_ids: Sequence[int] | None = None,
     ):
@@ -89,17 +97,17 @@ class Engine:
         if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
             raise ValueError(f"sizes are {sizes}; give ascending numbers of slots")
         checks.count("queue", queue, 1)
+        checks.count("prefixes", prefixes)
         checks.count("context", context, 2)
         self.shape = Shape(sizes, context, log_prob, table)
         self.programs = Programs(model, drafter, rule, self.shape, mesh, eos_ids)
-        self._queue_limit, self._adaptive = queue, adaptive
-        self._waiting: collections.deque[Ticket] = collections.deque()
+        self._waiting, self._adaptive = Waiting(queue), adaptive
+        self._known, self._most_known = (), prefixes
         self._owner: list[Ticket | None] = [None] * sizes[0]
         self._flights: collections.deque[_Flight] = collections.deque()
         self._state: Any = None  # a State, once warm
-        self._history = {size: governor.History() for size in sizes}
         self._paused, self._calm = False, 0
-        self._lock = threading.Lock()
+        self._alone, self._read_at = False, 0.0
         self._news = threading.Event()
         self._serving = threading.Lock()
         self.rounds = 0
@@ -146,12 +154,7 @@ class Engine:
         elif options:
             raise ValueError("options belong to prepare, which was called already")
         ticket = Ticket(prompt, speculate, seconds, sink, prefilled)
-        with self._lock:
-            if len(self._waiting) >= self._queue_limit:
-                raise Full(
-                    f"{self._queue_limit} requests are waiting already; try again later"
-                )
-            self._waiting.append(ticket)
+        self._waiting.put(ticket)
         self._news.set()
         return ticket
 
@@ -165,12 +168,18 @@ class Engine:
         """Requests in slots, and requests that wait."""
         return sum(t is not None for t in self._owner), len(self._waiting)
 
+    @property
+    def costs(self) -> dict[int, Cost]:
+        """What rounds of every size take, once warm."""
+        return self._governor.costs
+
     # --- the engine's thread ------------------------------------------------------
 
     def warm_up(self) -> None:
         """Compiles every program and measures the rounds; takes a while, once."""
         if self._state is None:
-            self._state, self.costs = warm_up(self.programs)
+            self._state, costs = warm_up(self.programs)
+            self._governor = Governor(costs, always=not self._adaptive)
 
     def step(self) -> bool:
         """Admits, dispatches one round, and reads the one before. False when idle."""
@@ -217,10 +226,7 @@ class Engine:
             self._serving.release()
 
     def _end_all(self, reason: str, error: BaseException | None) -> None:
-        with self._lock:
-            waiting = list(self._waiting)
-            self._waiting.clear()
-        for ticket in [*filter(None, self._owner), *waiting]:
+        for ticket in [*filter(None, self._owner), *self._waiting.clear()]:
             ticket.end(reason, error)
         self._owner = [None] * len(self._owner)
         self._flights.clear()
@@ -243,29 +249,31 @@ class Engine:
                 self._owner[slot] = None
         if ended.any():
             self._state = self.programs.evict(self._state, ended)
-        with self._lock:
-            for ticket in self._waiting:
-                ticket.expire(now)
-            if any(t.ended for t in self._waiting):
-                alive = [t for t in self._waiting if not t.ended]
-                self._waiting = collections.deque(alive)
+        self._waiting.expire(now)
 
     def _admit(self) -> None:
         self._fit_size()
         for slot, owner in enumerate(self._owner):
             if owner is not None:
                 continue
-            with self._lock:
-                if not self._waiting:
-                    return
-                ticket = self._waiting.popleft()
-            one = ticket.prefilled
-            if one is None:
-                one = self.programs.prefill(ticket.prepared)
-            one = switch.turned(one, ticket.speculate)
+            ticket = self._waiting.take()
+            if ticket is None:
+                return
+            one = switch.turned(self._prefilled(ticket), ticket.speculate)
             self._state = self.programs.insert(self._state, one, slot)
-            self._owner[slot] = ticket
+            self._owner[slot], self._alone = ticket, False
             ticket.admitted()
+
+    def _prefilled(self, ticket: Ticket) -> State:
+        if ticket.prefilled is not None:
+            return ticket.prefilled
+        prompt = ticket.prepared.prompt
+        ticket.shared, used = prefixes.longest(self._known, prompt)
+        begun = None if used is None else used.filled
+        one, left = self.programs.prefill(ticket.prepared, begun, ticket.shared)
+        new = prefixes.Entry(np.asarray(prompt), left)
+        self._known = prefixes.remember(self._known, new, used, self._most_known)
+        return one
 
     def _fit_size(self) -> None:
         """Moves to a larger batch if requests wait, to a smaller one after a calm time."""
@@ -276,7 +284,7 @@ class Engine:
         self._calm = self._calm + 1 if fitting < size else 0
         if fitting == size or (fitting < size and self._calm < self.shape.patience):
             return
-        self._calm = 0
+        self._calm, self._alone = 0, False
         owners = [self._owner[slot] for slot in busy]
         self._owner = owners + [None] * (fitting - len(busy))
         self._state = self.programs.resize(self._state, busy, fitting)
@@ -284,21 +292,22 @@ class Engine:
     def _dispatch(self) -> None:
         size = len(self._owner)
         owners = [(slot, t) for slot, t in enumerate(self._owner) if t is not None]
-        cost, history = self.costs[size], self._history[size]
         wanted = self.programs.drafts and any(t.speculate for _, t in owners)
-        if wanted and self._adaptive:
-            wanted = governor.speculate(history, cost)
+        wanted = wanted and self._governor.speculate(size)
         resumed = wanted and self._paused
         if resumed:
             self._state = self.programs.resume(self._state)
         self._paused = not wanted
         cold = all(t.prepared.cold for _, t in owners)
         self._state, look = self.programs.round(self._state, wanted, cold)
-        self._flights.append(_Flight(look, owners, wanted, resumed, size))
-        self.rounds += 1
+        # Of the second of two rounds in flight the end of the first is the beginning.
+        alone = self._alone and bool(self._flights)
+        self._flights.append(_Flight(look, owners, wanted, resumed, size, alone))
+        self.rounds, self._alone = self.rounds + 1, True
 
     def _read(self, flight: _Flight) -> None:
         look = jax.device_get(flight.look)
+        before, self._read_at = self._read_at, time.perf_counter()
         running = emitted = 0
         for slot, ticket in flight.owners:
             count = int(look.count[slot])
@@ -316,15 +325,11 @@ class Engine:
                 # Ended on the device as well: free at once.
                 self._owner = [None if t is ticket else t for t in self._owner]
         if running:  # else a round that came too late for anybody
-            self._learn(flight, look, emitted / running)
-
-    def _learn(self, flight: _Flight, look: slots.Look, tau: float) -> None:
-        cost, history = self.costs[flight.size], self._history[flight.size]
-        if flight.drafted:
-            drafted = bool(np.any(look.proposed))
-            new = governor.observe(
-                history, cost, drafted=drafted, tau=tau, resumed=flight.resumed
+            self._governor.learn(
+                flight.size,
+                tried=flight.drafted,
+                drafted=bool(np.any(look.proposed)),
+                tau=emitted / running,
+                resumed=flight.resumed,
+                seconds=self._read_at - before if flight.alone else None,
             )
-        else:
-            new = governor.rest(history, cost)
-        self._history[flight.size] = new

@@ -26,6 +26,9 @@ class Metrics:
             Counter, "refused", "requests not taken", labelnames=["status"]
         )
         self._prompt = make(Counter, "prompt_tokens", "tokens of prompts")
+        self._shared = make(
+            Counter, "shared_prompt_tokens", "tokens of prompts known from others"
+        )
         self._new = make(Counter, "completion_tokens", "tokens emitted")
         self._rounds = make(Counter, "request_rounds", "rounds of requests, summed")
         self._proposed = make(Counter, "proposed_tokens", "drafts proposed")
@@ -51,6 +54,7 @@ class Metrics:
         """Counts a request and what it did."""
         self._ended.labels(result.finish_reason).inc()
         self._prompt.inc(result.prompt_tokens)
+        self._shared.inc(result.shared)
         self._new.inc(len(result.tokens))
         self._rounds.inc(result.stats.rounds)
         self._proposed.inc(result.stats.proposed)

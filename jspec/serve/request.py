@@ -55,10 +55,12 @@ class Piece(NamedTuple):
 class Result:
     """A request that has ended; fields as of ``Piece``, and statistics of its rounds.
 
-    ``waited``, ``first_token`` and ``seconds`` are times since it was submitted.
+    ``shared`` tokens of the prompt were known from another one. ``waited``,
+    ``first_token`` and ``seconds`` are times since it was submitted.
     """
 
     prompt_tokens: int
+    shared: int
     tokens: list[int]
     text: str
     log_prob: list[float] | None
@@ -85,6 +87,7 @@ class Ticket:
         self.prepared, self.speculate, self.prefilled = prepared, speculate, prefilled
         self.tokens: list[int] = []
         self.log_prob: list[float] = []
+        self.shared = 0
         self.finish_reason: str | None = None
         self.error: BaseException | None = None
         self._sink = sink
@@ -129,6 +132,7 @@ class Ticket:
         start = self._submitted
         return Result(
             prompt_tokens=len(self.prepared.prompt),
+            shared=self.shared,
             tokens=self.tokens,
             text=self._detok.text,
             log_prob=self.log_prob if self._has_log_prob else None,

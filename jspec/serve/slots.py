@@ -87,6 +87,15 @@ def pin(state: State, shardings: Shardings) -> State:
     return jax.tree.unflatten(tree, list(pinned))
 
 
+def whole(arrays: Any, shardings: Shardings) -> Any:
+    """Arrays copied to every device of the mesh, so that each process can read them."""
+    if shardings is None:
+        return arrays
+    spec = jax.sharding.PartitionSpec()
+    layout = jax.sharding.NamedSharding(shardings[0].mesh, spec)
+    return jax.tree.map(lambda x: lax.with_sharding_constraint(x, layout), arrays)
+
+
 @functools.partial(jax.jit, static_argnames=("axes", "size", "shardings"))
 def spread(one: State, *, axes: Axes, size: int, shardings: Shardings = None) -> State:
     """A batch of ``size`` copies of a row."""
@@ -154,13 +163,7 @@ def one_round(
 
     log_prob = None if new.log_prob is None else fresh(new.log_prob)
     look = Look(fresh(new.tokens), info.emitted, new.reason, info.proposed, log_prob)
-    if shardings is not None:
-        # Whole on every device, so that each process of several can read it.
-        whole = jax.sharding.NamedSharding(
-            shardings[0].mesh, jax.sharding.PartitionSpec()
-        )
-        look = jax.tree.map(lambda x: lax.with_sharding_constraint(x, whole), look)
-    return pin(new, shardings), look
+    return pin(new, shardings), whole(look, shardings)
 
 
 # --- sampling options of fixed width --------------------------------------------------

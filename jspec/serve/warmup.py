@@ -15,9 +15,9 @@ import numpy as np
 from jspec import requests, verify
 from jspec.drafters.draft import Draft
 from jspec.models import Model
-from jspec.prefill import chunk_for
+from jspec.prefill import Filled, chunk_for
 from jspec.serve import mesh as meshes
-from jspec.serve import slots, switch
+from jspec.serve import prefixes, slots, switch
 from jspec.serve.adaptive import Cost
 from jspec.serve.request import Prepared
 from jspec.state import Params, State
@@ -64,6 +64,11 @@ class Programs:
         one, two = (self._request([[0]] * n, seed=[0] * n) for n in (1, 2))
         self.axes = slots.row_axes(one.prefill, two.prefill)
         self._layouts: dict[int, slots.Shardings] = {}
+        self._like = jax.eval_shape(one.prefill)
+        # With nothing in common any prompt's will do; see ``warm_up``.
+        self.nothing = prefixes.nothing(
+            self.params, model.target, self.draft.drafter, one.slots, model.dtype
+        )
 
     # --- requests -----------------------------------------------------------------
 
@@ -99,8 +104,24 @@ class Programs:
 
     # --- on the device ------------------------------------------------------------
 
-    def prefill(self, prepared: Prepared) -> State:
-        return prepared.row.prefill()
+    def prefill(
+        self, prepared: Prepared, begun: Filled | None = None, shared: int = 0
+    ) -> tuple[State, Filled]:
+        """A row, and what its prompt leaves; ``begun`` as for ``prefixes.prefill``."""
+        row = prepared.row
+        state, features = prefixes.prefill(
+            *row.arguments,
+            begun or self.nothing,
+            np.int32(shared),
+            target=row.model.target,
+            drafter=row.draft.drafter,
+            slots=row.slots,
+            chunk=chunk_for(len(prepared.prompt) - shared),
+            log_prob=row.log_prob,
+            dtype=row.model.dtype,
+            shardings=self._layout_of(1, self._like),
+        )
+        return state, Filled(state.cache, features)
 
     def insert(self, state: State, one: State, slot: int) -> State:
         return slots.insert(
@@ -152,11 +173,10 @@ def warm_up(programs: Programs) -> tuple[State, dict[int, Cost]]:
     sizes, costs = programs.shape.sizes, {}
     room = programs.shape.context - 1
     chunks = {chunk_for(n): n for n in range(min(room, 129), 0, -1)}
+    prepared = programs.prepare([0] * min(room, 16), max_new_tokens=1 << 20)
+    one, programs.nothing = programs.prefill(prepared)
     for length in chunks.values():
-        one = programs.prefill(programs.prepare([0] * length, max_new_tokens=1))
-    one = programs.prefill(
-        programs.prepare([0] * min(room, 16), max_new_tokens=1 << 20)
-    )
+        programs.prefill(programs.prepare([0] * length, max_new_tokens=1))
     empty = {}
     for size in sizes:
         costs[size] = _measured(programs, one, size)

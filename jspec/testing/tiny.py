@@ -6,6 +6,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from jspec.models import Config, Model, architecture
 from jspec.models.config import Rope
@@ -47,3 +49,13 @@ def model(seed: int = 0, scale: float = 0.3, tokenizer=None, **changes) -> Model
         tokenizer=tokenizer,
         dtype=jnp.dtype(jnp.float32),
     )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, 257 in all, so that every emoji is split over tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {c: i for i, c in enumerate(alphabet)} | {"<eos>": 256}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")

@@ -2,12 +2,12 @@
 
 import jax
 import pytest
-from test_text import byte_tokenizer
 
 import jspec
 from jspec import cli
 from jspec.serve import costs
 from jspec.testing import tiny
+from jspec.testing.tiny import byte_tokenizer
 
 OPTIONS = (
     "jax_compilation_cache_dir",

@@ -1,21 +1,25 @@
 """The engine: same tokens in any company, no leaked slot, no mixed answer."""
 
 import functools
+import operator
 import random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_text import byte_tokenizer
 
 import jspec
 from jspec import drafters, verify
-from jspec.serve import adaptive, slots
+from jspec.drafters import growth
+from jspec.prefill import Filled
+from jspec.serve import adaptive, costs, prefixes, scheduler, slots
 from jspec.serve.engine import Engine
 from jspec.serve.request import Full
 from jspec.state import RUNNING
 from jspec.testing import tiny
+from jspec.testing.tiny import byte_tokenizer
+from jspec.train.starts import fresh_eagle3
 
 MODEL = tiny.model(seed=3, tokenizer=byte_tokenizer(), vocab_size=257)
 CONTEXT = 96
@@ -28,13 +32,25 @@ SMALL = jspec.load_drafter(tiny.model(seed=4, vocab_size=257), MODEL, gamma=2)
 NGRAM = jspec.Draft(drafters.ngram(gamma=3, longest=2, shortest=1), name="ngram")
 
 
-DRAFTS = {"ngram": NGRAM, "small": SMALL}
+def eagle():
+    head = fresh_eagle3(MODEL, (0, 1, 2), np.arange(0, 257, 2), jax.random.key(1))
+    drafter = drafters.eagle.drafter(head.design, growth.chain(2))
+    return jspec.Draft(drafter, head.weights, "eagle", 257)
+
+
+DRAFTS = {
+    "ngram": NGRAM,
+    "small": SMALL,
+    "eagle": eagle(),
+    "scheduled": scheduler.schedule(SMALL, costs.table({1: 1.0, 3: 1.2, 6: 3.0})),
+}
+SIZES = {"ngram": (2, 4), "small": (2, 4), "eagle": (2,), "scheduled": (2,)}
 
 
 @functools.cache
 def engine(name):
     """An engine that is used by all tests; none may disturb the next."""
-    options = dict(sizes=(2, 4), context=CONTEXT, log_prob=True)
+    options = dict(sizes=SIZES[name], context=CONTEXT, log_prob=True)
     made = Engine(MODEL, DRAFTS[name], adaptive=False, **options)
     made.warm_up()
     return made
@@ -51,7 +67,7 @@ def alone():
     ]
 
 
-@pytest.fixture(scope="module", params=DRAFTS)
+@pytest.fixture(scope="module", params=["ngram", "small"])
 def running(request):
     return engine(request.param)
 
@@ -62,14 +78,16 @@ def ngram():
 
 
 class Compilations:
-    """Counts what XLA compiles."""
+    """Counts what JAX traces and what XLA compiles."""
+
+    EVENTS = ("jaxpr_trace_duration", "backend_compile_duration")
 
     def __init__(self):
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._hear)
 
     def _hear(self, name, seconds, **_):
-        self.count += name == "/jax/core/compile/backend_compile_duration"
+        self.count += name.rpartition("/")[2] in self.EVENTS
 
 
 COMPILATIONS = Compilations()
@@ -118,14 +136,17 @@ def test_nothing_is_compiled_after_the_warm_up(running):
             (length, o) for o in options for length in (1, 33, 70)
         )
     ]
-    running.run(tickets)
+    tickets += [running.submit([18] * n, max_new_tokens=5) for n in (40, 70, 71)]
+    results = running.run(tickets)
+    assert [r.shared for r in results[-3:]] == [39, 69, 69]  # of the prompt of 70
     assert COMPILATIONS.count == before
 
 
-def test_adaptive_switching_keeps_the_tokens(alone, monkeypatch):
+@pytest.mark.parametrize("name", ["small", "eagle", "scheduled"])
+def test_adaptive_switching_keeps_the_tokens(name, alone, monkeypatch):
     """On and off in turn, however bad for speed."""
-    made, turn = engine("small"), iter(range(10**6))
-    monkeypatch.setattr(made, "_adaptive", True)
+    made, turn = engine(name), iter(range(10**6))
+    monkeypatch.setattr(made._governor, "always", False)
     monkeypatch.setattr(adaptive, "speculate", lambda *_: next(turn) % 3 == 0)
     before = COMPILATIONS.count
     tickets = [submit(made, i) for i in range(5)]
@@ -145,6 +166,55 @@ def test_a_prefill_may_come_from_elsewhere(ngram, alone):
     given = given.replace(sampling=one.sampling)
     ticket = ngram.submit(prepared, prefilled=given)
     assert ngram.run([ticket])[0].tokens == alone[1]
+
+
+SYSTEM = [217, 250, 3, 99, 41, 8] * 9
+ALIKE = [SYSTEM + tail for tail in ([1, 2, 1, 2], [5], [1, 2, 9] * 7, [1, 2, 1, 2])]
+
+
+@pytest.mark.parametrize("name", ["ngram", "small", "eagle"])
+def test_prompts_that_begin_alike_are_read_once(name):
+    """A drafter may read tokens, have a cache of its own, or tap features."""
+    made, options = engine(name), dict(max_new_tokens=12, temperature=0.9, seed=3)
+    got = made.run([made.submit(p, **options) for p in ALIKE])
+    assert [r.shared for r in got] == [0, 54, 56, 57]
+    for prompt, result in zip(ALIKE, got, strict=True):
+        alone = jspec.generate(MODEL, None, [prompt], slots=CONTEXT, **options)
+        assert result.tokens == alone.tokens[0]
+
+
+def test_a_row_from_a_prefix_is_the_row_from_its_prompt():
+    made = engine("eagle")
+    _, left = made.programs.prefill(made.prepare(ALIKE[2]))
+    prepared = made.prepare(ALIKE[0])
+    got, _ = made.programs.prefill(prepared, left, 56)
+    want = prepared.row.prefill()
+    live = np.arange(len(ALIKE[0]) - 1)
+    for cache in ("cache", "draft.inner.cache"):
+        ours, theirs = (operator.attrgetter(cache)(s) for s in (got, want))
+        assert ours.length == theirs.length == len(live)
+        for a, b in zip(ours.v, theirs.v, strict=True):
+            np.testing.assert_allclose(a[:, :, live], b[:, :, live], atol=1e-5)
+    got_out, want_out = got.draft.inner.out, want.draft.inner.out
+    np.testing.assert_allclose(got_out, want_out, atol=1e-6 * np.abs(want_out).max())
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+
+
+def test_what_is_known_of_prompts_is_bounded_and_the_latest():
+    def entry(*prompt):
+        return prefixes.Entry(np.array(prompt), Filled(None, None))
+
+    a, b, c = entry(1, 2, 3), entry(1, 2, 9, 9), entry(7, 7)
+    known = prefixes.remember((), a, None, 2)
+    assert prefixes.longest(known, [1, 2, 9, 9]) == (2, a)
+    assert prefixes.longest(known, [1, 2]) == (1, a)
+    assert prefixes.longest(known, [4]) == prefixes.longest(known, [4, 5]) == (0, None)
+    known = prefixes.remember(known, b, a, 2)
+    assert known == (b,)  # it has all that is known of a
+    known = prefixes.remember(known, c, None, 2)
+    known = prefixes.remember(known, a, b, 2)
+    assert known == (a, b)
+    assert prefixes.remember(known, c, None, 0) == ()
 
 
 def test_pieces_join_to_the_text_and_stops_cut_everything(ngram):
@@ -177,7 +247,7 @@ def test_an_end_of_sequence_ends_a_request(alone):
 
 
 def test_the_queue_is_bounded(ngram, monkeypatch):
-    monkeypatch.setattr(ngram, "_queue_limit", 8)
+    monkeypatch.setattr(ngram._waiting, "most", 8)
     tickets = [ngram.submit([1, 2], max_new_tokens=2) for _ in range(8)]
     with pytest.raises(Full, match="8 requests are waiting"):
         ngram.submit([1, 2], max_new_tokens=2)
@@ -201,7 +271,7 @@ def test_cancels_and_deadlines_free_their_slots(ngram, alone):
 
 def test_random_traffic_leaks_no_slot_and_mixes_no_answers(ngram, alone, monkeypatch):
     """Cancels at any time, budgets of one token, a queue that is full at times."""
-    monkeypatch.setattr(ngram, "_queue_limit", 8)
+    monkeypatch.setattr(ngram._waiting, "most", 8)
     chance, live, checked = random.Random(0), [], 0
     for _ in range(400):
         for _ in range(chance.choice((0, 0, 1, 2))):

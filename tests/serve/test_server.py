@@ -10,13 +10,13 @@ import openai
 import pytest
 import uvicorn
 from starlette.testclient import TestClient
-from test_text import byte_tokenizer
 
 import jspec
 from jspec import drafters
 from jspec.serve.engine import Engine
 from jspec.serve.server import Limits, Server
 from jspec.testing import tiny
+from jspec.testing.tiny import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 TOKENIZER.chat_template = (
@@ -234,7 +234,7 @@ def test_a_client_that_leaves_frees_its_slot(address, client):
 
 
 def test_a_full_queue_is_429(address, engine, monkeypatch):
-    monkeypatch.setattr(engine, "_queue_limit", 0)
+    monkeypatch.setattr(engine._waiting, "most", 0)
     got = httpx.post(
         f"{address}/v1/completions",
         json={"prompt": "a"},
