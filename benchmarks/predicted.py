@@ -2,8 +2,8 @@
 
 Predicted is ``T_plain tau / (T_draft + T_verify)``. The three times are measured apart from
 any generation (``jspec.measure``), right after the prompt was decoded both ways, so that
-all figures see the same machine; only tau, and the share of rounds that had a draft, come
-from the generation. Measured is the wall clock of plain decoding over the drafter's.
+all figures see the same machine; only tau, and the lengths of the drafts, come from the
+generation. Measured is the wall clock of plain decoding over the drafter's.
 Fails if one is off by more than --within.
 
   python benchmarks/predicted.py --limit 4 --json lines.jsonl
@@ -13,7 +13,6 @@ Fails if one is off by more than --within.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -45,10 +44,11 @@ def lines(
         ours, plain = pair.ours.stats, pair.plain.stats
         terms = measure.terms(
             model, draft, pair.batch.prompts, slots=slots, repetitions=12, runs=1
-        ).at(ours.drafted_rounds / ours.rounds)
+        ).at(measure.width_shares(draft.drafter.shape, ours.lengths))
         counts = {"tokens": ours.new_tokens, "rounds": ours.rounds}
         walls = {"seconds": ours.seconds, "plain_seconds": plain.seconds}
-        found.append(counts | walls | dataclasses.asdict(terms))
+        times = {"ar": terms.ar, "draft": terms.draft, "verify": terms.verify}
+        found.append(counts | walls | times | {"round": terms.round})
     groups = [found[i : i + runs] for i in range(0, len(found), runs)]
     return [{key: min(r[key] for r in g) for key in g[0]} for g in groups]
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +29,21 @@ from jspec.types import (
     Array,
     Block,
     Drafter,
+    DraftShape,
     Feedback,
     Rule,
     Target,
     chain,
 )
 
-__all__ = ["Terms", "copy_bandwidth", "terms", "verify_curve"]
+__all__ = [
+    "Terms",
+    "Width",
+    "copy_bandwidth",
+    "terms",
+    "verify_curve",
+    "width_shares",
+]
 
 # Leaves of a drafter's state up to this size (lengths, counters, features) are set back
 # after every repetition. Larger ones (caches, tables) are carried on: setting them back
@@ -43,12 +52,17 @@ _SMALL = 1 << 14
 _WARM_ROUNDS = 2  # rounds decoded before measuring
 
 
+class Width(NamedTuple):
+    """Milliseconds of ``Terms.verify`` and ``round`` when the first ``nodes`` nodes live."""
+
+    nodes: int
+    verify: float
+    round: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Terms:
     """Milliseconds of the parts of a round, all of one batch.
-
-    A drafter with ``shape.widths`` has cheap rounds, in which it found nothing; the two
-    ``idle`` fields are theirs, and equal the full ones for every other drafter.
 
     Attributes:
       ar: a whole round of plain decoding: one target forward of one row a sequence,
@@ -57,26 +71,24 @@ class Terms:
       verify: ``target.score`` on a block of N live nodes, the law at every node, the
         accept rule, and ``cache.append``.
       round: the whole ``decode.decode_round``, all N nodes live.
-      idle_verify, idle_round: the same when the root alone is live.
+      widths: the same for every width that the drafter's blocks are scored in
+        (``DraftShape.widths``, then N).
     """
 
     ar: float
     draft: float
     verify: float
     round: float
-    idle_verify: float
-    idle_round: float
+    widths: tuple[Width, ...]
 
-    def at(self, drafted: float) -> Terms:
-        """The mean over rounds of which the share ``drafted`` had a draft."""
-        verify, round_ = (
-            drafted * full + (1 - drafted) * idle
-            for full, idle in (
-                (self.verify, self.idle_verify),
-                (self.round, self.idle_round),
-            )
+    def at(self, shares: Sequence[float]) -> Terms:
+        """The mean over rounds of which ``shares`` were scored in each of ``widths``."""
+        every = list(zip(shares, self.widths, strict=True))
+        return dataclasses.replace(
+            self,
+            verify=sum(share * width.verify for share, width in every),
+            round=sum(share * width.round for share, width in every),
         )
-        return dataclasses.replace(self, verify=verify, round=round_)
 
     @property
     def overhead(self) -> float:
@@ -86,6 +98,33 @@ class Terms:
     def speedup(self, tau: float) -> float:
         """What these terms predict over plain decoding, bonus counted in ``tau``."""
         return theory.speedup(self.ar, self.draft, self.verify, tau)
+
+
+def width_shares(
+    shape: DraftShape, lengths: Sequence[int], batch: int = 1
+) -> tuple[float, ...]:
+    """Which shares of the rounds were scored in each width of a drafter's blocks.
+
+    A batch is scored in the width that its largest block needs; rows are taken to draft
+    independently of one another.
+
+    Args:
+      shape: of the drafter.
+      lengths: ``Stats.lengths``. Of a tree they only tell which rounds had the root alone.
+      batch: sequences of a batch.
+    """
+
+    def needed(drafts: int) -> int:
+        if drafts and shape.nodes > shape.depth + 1:
+            return shape.nodes
+        return drafts + 1
+
+    def fitting(width: int) -> float:
+        rounds = sum(n for drafts, n in enumerate(lengths) if needed(drafts) <= width)
+        return (rounds / sum(lengths)) ** batch
+
+    fit = [0.0, *map(fitting, shape.widths), 1.0]
+    return tuple(b - a for a, b in itertools.pairwise(fit))
 
 
 def terms(
@@ -127,7 +166,7 @@ def terms(
     slots = slots or _enough(model, draft, prompts)
     plain, plain_state = ready(None, None)
     ours, state = ready(draft, rule)
-    params, nodes = ours.params, jnp.int32(ours.draft.drafter.shape.nodes)
+    params, shape = ours.params, ours.draft.drafter.shape
     told = _feedback(ours, state)
     static = _static(ours)
     ar = Loop(_round_step, _static(plain), plain_state)
@@ -140,10 +179,14 @@ def terms(
         "ar": functools.partial(ar.run, (plain.params, jnp.int32(1))),
         "draft": functools.partial(draft_.run, (params, told)),
     }
-    for name, width in {"": nodes, "idle_": jnp.int32(1)}.items():
-        loops[f"{name}verify"] = functools.partial(verify_.run, (params, block, width))
-        loops[f"{name}round"] = functools.partial(round_.run, (params, width))
-    return Terms(**timing.in_turn(loops, repetitions, runs))
+    sizes = (*shape.widths, shape.nodes)
+    for n in map(jnp.int32, sizes):
+        loops[f"verify {n}"] = functools.partial(verify_.run, (params, block, n))
+        loops[f"round {n}"] = functools.partial(round_.run, (params, n))
+    took = timing.in_turn(loops, repetitions, runs)
+    widths = tuple(Width(n, took[f"verify {n}"], took[f"round {n}"]) for n in sizes)
+    full = widths[-1]
+    return Terms(took["ar"], took["draft"], full.verify, full.round, widths)
 
 
 def verify_curve(

@@ -63,12 +63,11 @@ def record(
     request = prepare(model, one.draft, prompts, rule=one.rule, slots=slots, **sampling)
     total = trial.summarise(pairs)
     ours, shape = total.ours, request.draft.drafter.shape
-    # A batch is idle when no row has a draft; rows are taken to find drafts by chance.
-    drafted = 1 - (1 - ours.drafted_rounds / ours.rounds) ** settings.batch
+    shares = measure.width_shares(shape, ours.lengths, settings.batch)
     few = {"repetitions": 3, "runs": 2} if settings.smoke else {}
     terms = measure.terms(
         model, one.draft, prompts, rule=one.rule, slots=slots, **few, **sampling
-    ).at(drafted)
+    ).at(shares)
     greedy = settings.temperature == 0
     same_text = greedy or request.rule is verify.coupled
     apart = trial.compare(model, pairs, slots) if same_text else trial.Divergence()

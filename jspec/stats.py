@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ class Stats:
       new_tokens: emitted tokens, after the cut at a stop and at the budget.
       tau: mean emitted tokens per target forward, the bonus included.
       proposed: drafts on the longest live path, summed over rounds.
-      drafted_rounds: rounds in which anything was drafted.
+      lengths: rounds with 0, 1, 2, .. drafts on their longest live path.
       accepted: emitted tokens beyond the one that a plain step would have given.
       acceptance_by_depth: for depth 1, 2, ..: of all rounds, the share that emitted
         more than this many tokens, so that ``tau = 1 + sum(acceptance_by_depth)``.
@@ -27,7 +28,7 @@ class Stats:
     rounds: int
     new_tokens: int
     proposed: int
-    drafted_rounds: int
+    lengths: tuple[int, ...]
     accepted: int
     acceptance_by_depth: tuple[float, ...]
     seconds: float = 0.0
@@ -37,6 +38,11 @@ class Stats:
     @property
     def tau(self) -> float:
         return self.new_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def drafted_rounds(self) -> int:
+        """Rounds in which anything was drafted."""
+        return sum(self.lengths[1:])
 
     @property
     def tokens_per_s(self) -> float:
@@ -74,7 +80,7 @@ def _count(emitted: np.ndarray, proposed: np.ndarray, depth: int) -> Stats:
         rounds=rounds,
         new_tokens=int(emitted.sum()),
         proposed=int(proposed.sum()),
-        drafted_rounds=int((proposed > 0).sum()),
+        lengths=tuple(np.bincount(proposed, minlength=depth + 1).tolist()),
         accepted=int((emitted - 1).sum()),
         acceptance_by_depth=tuple(
             float(np.mean(emitted > d)) if rounds else 0.0 for d in range(1, depth + 1)
@@ -84,7 +90,7 @@ def _count(emitted: np.ndarray, proposed: np.ndarray, depth: int) -> Stats:
 
 def merge(parts: Sequence[Stats]) -> Stats:
     """The statistics of several generations together; seconds add up."""
-    rounds = sum(p.rounds for p in parts)
+    rounds, lengths = sum(p.rounds for p in parts), [p.lengths for p in parts]
     depth = max((len(p.acceptance_by_depth) for p in parts), default=0)
 
     def share(d: int) -> float:
@@ -99,7 +105,7 @@ def merge(parts: Sequence[Stats]) -> Stats:
         rounds=rounds,
         new_tokens=sum(p.new_tokens for p in parts),
         proposed=sum(p.proposed for p in parts),
-        drafted_rounds=sum(p.drafted_rounds for p in parts),
+        lengths=tuple(map(sum, itertools.zip_longest(*lengths, fillvalue=0))),
         accepted=sum(p.accepted for p in parts),
         acceptance_by_depth=tuple(share(d) for d in range(depth)),
         seconds=sum(p.seconds for p in parts),

@@ -9,6 +9,7 @@ import jspec
 from jspec import bench, drafters, judging, measure, record, trial, verify
 from jspec.prompts import DEFAULT, Question, load_prompts
 from jspec.testing import tiny
+from jspec.types import DraftShape
 
 MODEL = tiny.model(seed=3, layers=1)
 FIELDS = [
@@ -151,14 +152,27 @@ def test_batches_hold_one_category_and_take_turns():
         trial.batches(prompts, 0)
 
 
-def test_terms_are_of_rounds_with_and_without_a_draft():
+def test_terms_are_of_rounds_of_every_width():
     few = {"rule": verify.walk, "slots": 64, "repetitions": 2, "runs": 1}
     terms = measure.terms(MODEL, NGRAM, [[1, 2, 3]], **few)
     assert min(terms.ar, terms.draft, terms.verify, terms.round) > 0
-    half = terms.at(0.5)
-    assert half.verify == pytest.approx((terms.verify + terms.idle_verify) / 2)
+    narrow, full = terms.widths
+    assert (narrow.nodes, full.nodes) == (1, NGRAM.drafter.shape.nodes)
+    assert (full.verify, full.round) == (terms.verify, terms.round)
+    half = terms.at((0.5, 0.5))
+    assert half.verify == pytest.approx((narrow.verify + full.verify) / 2)
     assert half.overhead == half.round / (half.draft + half.verify)
     assert terms.speedup(2.0) == pytest.approx(2 * terms.speedup(1.0))
+
+
+def test_rounds_have_the_width_that_their_drafts_need():
+    chain = DraftShape(nodes=8, depth=7, widths=(1, 4))
+    lengths = (4, 1, 0, 1, 2, 0, 0, 0)
+    assert measure.width_shares(chain, lengths) == pytest.approx((0.5, 0.25, 0.25))
+    both = measure.width_shares(chain, lengths, batch=2)
+    assert both == pytest.approx((0.25, 0.75**2 - 0.25, 1 - 0.75**2))
+    tree = DraftShape(nodes=8, depth=3, widths=(1, 4))
+    assert measure.width_shares(tree, (4, 1, 0, 3)) == pytest.approx((0.5, 0, 0.5))
 
 
 def test_the_verify_curve_has_every_width():
