@@ -21,17 +21,29 @@ settings.register_profile("jspec", deadline=None)
 settings.load_profile("jspec")
 
 MAPS = Path("/proc/self/maps")
-MOST_MAPPINGS = 20_000
+MANY, MOST = 20_000, 45_000  # memory mappings
 
 
-@pytest.fixture(autouse=True)
-def forget_programs():
+def forget_programs(limit):
     """Drops compiled programs before they exhaust the process's memory mappings.
 
     Every program of XLA:CPU holds some, Linux allows a process 65,530 of them, and the
     whole suite in one process would crash in the compiler.
     """
-    yield
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > limit:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def start_afresh():
+    """Between modules, so that within one what was compiled stays compiled."""
+    yield
+    forget_programs(MANY)
+
+
+@pytest.fixture(autouse=True)
+def survive():
+    """Within a module only at the last moment."""
+    yield
+    forget_programs(MOST)
