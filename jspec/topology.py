@@ -152,9 +152,8 @@ def gpu_mesh(chip: str) -> Mesh:
             topology="1x1x1",
             target_config=_HOPPER.format(**GPUS[chip]),
         ).devices
-    except (
-        NotImplementedError
-    ) as error:  # JAX looked for a GPU, and gave the plug-in up
+    except NotImplementedError as error:
+        # JAX looked for a GPU, and gave the plug-in up.
         raise RuntimeError(
             f"compiling for {chip} needs JAX_PLATFORMS=cpu before JAX starts"
         ) from error

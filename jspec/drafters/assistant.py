@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -92,28 +92,66 @@ class Weights:
     members: Array | None = None
 
 
+class View(NamedTuple):
+    """What one layer reads of the target's cache, the same for all drafts of a round.
+
+    Attributes:
+      k, v: as in ``KVCache``.  length: ``[B]`` of them, without the newest token.
+      own_k, own_v: ``[B, 1, K, D]`` of the newest token. A block has a key of its own,
+        and this is it.
+      turn: the rotation of the pending token's position.
+    """
+
+    k: Array
+    v: Array
+    length: Array
+    own_k: Array
+    own_v: Array
+    turn: rope.Turns
+
+
+def views(design: Design, weights: Weights, cache: Any) -> tuple[View, ...]:
+    """A ``View`` a layer of the committed tokens but the pending one in a ``KVCache``."""
+    newest = jnp.maximum(cache.length - 1, 0)
+    at = newest[:, None, None, None]
+
+    def one(i: int, layer: Layer) -> View:
+        k, v = cache.k[design.sources[i]], cache.v[design.sources[i]]
+        own_k = jnp.take_along_axis(k, at, axis=3).transpose(0, 3, 1, 2)
+        own_v = jnp.take_along_axis(v, at, axis=2).transpose(0, 2, 1, 3)
+        dim = layer.query.shape[1]
+        turn = rope.turns(design.config.ropes[i], dim, cache.length[:, None])
+        return View(k, v, newest, own_k, own_v, turn)
+
+    return tuple(one(i, layer) for i, layer in enumerate(weights.layers))
+
+
 def step(
-    design: Design, weights: Weights, cache: Any, token: Array, hidden: Array
+    design: Design,
+    weights: Weights,
+    seen: tuple[View, ...],
+    token: Array,
+    hidden: Array,
 ) -> tuple[Array, Array]:
     """The logits ``[B, V]`` after ``token [B]``, and the hidden state that comes next.
 
     Args:
-      cache: the target's ``KVCache``; ``token`` is taken to stand at ``cache.length``.
+      seen: from ``views``.
       hidden: ``[B, E]`` of the token before it: the target's last hidden state after its
         final norm, or what this function returned.
     """
     embedded = weights.embed[token] * jnp.asarray(design.embed_scale, hidden.dtype)
     x = linear(jnp.concatenate([embedded, hidden], -1), weights.enter)[:, None]
     for i, layer in enumerate(weights.layers):
-        x = _layer(design, i, layer, cache, x)
+        x = _layer(design, i, layer, seen[i], x)
     out = rms_norm(x, weights.final_norm, design.config)[:, 0]
     return _logits(design, weights, out), linear(out, weights.leave)
 
 
-def _layer(design: Design, i: int, layer: Layer, cache: Any, x: Array) -> Array:
+def _layer(design: Design, i: int, layer: Layer, view: View, x: Array) -> Array:
     config = design.config
     h = rms_norm(x, layer.attn_norm, config)
-    a = _attend(design, i, layer, cache, h)
+    a = _attend(design, i, layer, view, h)
     x = x + rms_norm(a, layer.attn_post_norm, config)
     h = rms_norm(x, layer.mlp_norm, config)
     h = gated(config.activation, layer.mlp, h)
@@ -121,26 +159,19 @@ def _layer(design: Design, i: int, layer: Layer, cache: Any, x: Array) -> Array:
     return x * layer.scale.astype(x.dtype)
 
 
-def _attend(design: Design, i: int, layer: Layer, cache: Any, h: Array) -> Array:
+def _attend(design: Design, i: int, layer: Layer, view: View, h: Array) -> Array:
     """Attention of ``h [B, 1, M]`` over the committed tokens, the pending one left out."""
-    config, source = design.config, design.sources[i]
+    config = design.config
     heads, dim, _ = layer.query.shape
-    k, v = cache.k[source], cache.v[source]
     q = linear(h, layer.query).reshape(*h.shape[:2], heads, dim)
-    turn = rope.turns(config.ropes[i], dim, cache.length[:, None])
-    q = rope.rotate(rms_norm(q, layer.q_norm, config), turn)
-    # A block has a key of its own: that is the newest cached one, and not cached then.
-    newest = jnp.maximum(cache.length - 1, 0)
-    at = newest[:, None, None, None]
-    own_k = jnp.take_along_axis(k, at, axis=3).transpose(0, 3, 1, 2)
-    own_v = jnp.take_along_axis(v, at, axis=2).transpose(0, 2, 1, 3)
+    q = rope.rotate(rms_norm(q, layer.q_norm, config), view.turn)
     a = block_attention(
         q,
-        k,
-        v,
-        newest,
-        own_k,
-        own_v,
+        view.k,
+        view.v,
+        view.length,
+        view.own_k,
+        view.own_v,
         jnp.ones((len(q), 1, 1), bool),
         scale=config.query_scale,
         window=config.windows[i],
@@ -177,9 +208,10 @@ def drafter(design: Design, gamma: int = 4) -> Drafter:
 
     def propose(params: Weights, state: Array, key: Array, context: Context):
         keys = jax.vmap(lambda k: jax.random.split(k, gamma), out_axes=1)(key)
+        seen = views(design, params, context.cache)
 
         def one(carry, keys):
-            logits, hidden = step(design, params, context.cache, *carry)
+            logits, hidden = step(design, params, seen, *carry)
             law = smp.draft_law(logits, context.sampling)
             drawn = jax.vmap(smp.draw)(jax.vmap(jax.random.uniform)(keys), law)
             return (drawn, hidden), (drawn, law)

@@ -39,11 +39,10 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
 
     Args:
       name: one of ``PLAIN``, such as ``"ngram"``; ``"eagle3"`` or another head that
-        ``HEADS`` holds for this target; a folder or Hub id of an EAGLE head, a
-        DFlash or DSpark drafter, Medusa or blockwise heads, a prediction module or a Gemma
-        4 assistant; the
-        target's own folder, if that holds prediction modules; a loaded ``Model``; or
-        whatever ``jspec.load`` takes (an alias, a folder, a file, a Hub id), which is
+        ``HEADS`` holds for this target; a folder or Hub id of an EAGLE head, a DFlash
+        or DSpark drafter, Medusa or blockwise heads, a prediction module or a Gemma 4
+        assistant; the target's own folder, if that holds prediction modules; a loaded
+        ``Model``; or whatever ``jspec.load`` takes (an alias, a folder, a file, a Hub id), which is
         then an independent small model.
       target: the model it will draft for.
       **options: passed to the drafter: ``gamma`` for all but trees; for one of ``PLAIN``
@@ -129,11 +128,13 @@ def _draft(
         grower = growth.ranked(grower)
     if isinstance(head, Assistant):
         _chains_only(name, "an assistant", grower)
-        drafter = assistant.drafter(head.design, gamma or 4)
+        drafter = assistant.drafter(head.design, 4 if gamma is None else gamma)
         return Draft(drafter, head.weights, name, size)
     if isinstance(head, Head) and head.design.mask_id is not None:
         _chains_only(name, "a P-EAGLE head", grower)
-        drafter = peagle.drafter(head.design, gamma or 4, dtype=dtype)
+        drafter = peagle.drafter(
+            head.design, 4 if gamma is None else gamma, dtype=dtype
+        )
         return Draft(drafter, head.weights, name, size)
     if isinstance(head, Head):
         grower = grower or _grower(gamma)

@@ -5,8 +5,9 @@ tau plain rounds of p seconds; it pays while ``tau p > c``. Both costs are measu
 the engine starts and in every round since, tau is watched. What drafting may lose is an
 account: it is filled by a share of all time and by what drafting saves, and pays for
 rounds that were slower than plain ones. Drafts go on while they pay and the account
-holds; else they are tried when it has enough for one more round. So the engine is never
-slower than plain decoding by more than that share, whatever the drafter.
+holds; else they are tried when it has enough for one more round. By the costs it goes by, an
+engine therefore loses no more than that share of its time and ``_MOST`` rounds, whatever
+the drafter; what it loses by the clock is for ``benchmarks/adaptive.py`` to say.
 """
 
 from __future__ import annotations

@@ -103,6 +103,7 @@ def test_logits_are_those_of_transformers(both, length):
         tuple(jnp.asarray(x) for x in v),
         jnp.asarray([length]),
     )
+    seen = assistant.views(*ours, cache)
     shared = {
         kind: (torch.tensor(k[i][:, :, :length]), torch.tensor(v[i][:, :, :length]))
         for kind, i in zip(KINDS, (2, 3), strict=True)
@@ -112,7 +113,7 @@ def test_logits_are_those_of_transformers(both, length):
     ours_hidden = jnp.asarray(hidden)
     for _ in range(3):
         logits, ours_hidden = assistant.step(
-            *ours, cache, jnp.asarray([token]), ours_hidden
+            *ours, seen, jnp.asarray([token]), ours_hidden
         )
         embedded = np.asarray(TARGET.params.embed[token]) * 24**0.5
         embedded = torch.tensor(embedded, dtype=torch.float32)[None, None]
@@ -187,7 +188,7 @@ def test_it_drafts_chains_only(both):
     with pytest.raises(ValueError, match="an assistant, which drafts chains"):
         jspec.load_drafter(folder, TARGET, grower=jspec.drafters.growth.chain(3))
     with pytest.raises(ValueError, match="gamma is 0"):
-        assistant.drafter(load_assistant(folder, TARGET).design, 0)
+        jspec.load_drafter(folder, TARGET, gamma=0)
 
 
 def test_the_command_line_knows_it(both, tmp_path, capsys):

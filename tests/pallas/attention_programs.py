@@ -2,47 +2,37 @@
 
 import functools
 import itertools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from attention_cases import BF16, F32, Case
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspec import topology
 from jspec.pallas import block_attention
 
-BF16, F32 = jnp.bfloat16, jnp.float32
 DIMS = (64, 96, 128, 256)
 # Query heads a kv head, and nodes: least and most of both, and some between.
 CORNERS = ((1, 1), (1, 128), (16, 1), (4, 17), (3, 6))
 LARGEST = (16, 128)
-EXTRAS = tuple(itertools.product((None, 512), (None, 50.0)))  # window, soft-cap
-
-
-class Shape(NamedTuple):
-    batch: int
-    nodes: int
-    heads: int
-    kv_heads: int
-    dim: int
-    slots: int
-    dtype: type = BF16
-    window: int | None = None
-    softcap: float | None = None
+EXTRAS = tuple(
+    dict(window=window, softcap=softcap)
+    for window, softcap in itertools.product((None, 512), (None, 50.0))
+)
 
 
 MODELS = (
-    Shape(8, 32, 32, 8, 128, 8192),  # Llama 3.1 8B
-    Shape(8, 32, 32, 8, 128, 8192, F32),
-    Shape(1, 1, 32, 8, 128, 131072),
-    Shape(1, 8, 64, 8, 128, 1024, window=512),  # Llama 3.1 70B
-    Shape(2, 5, 9, 3, 64, 320),  # SmolLM2
-    Shape(1, 33, 4, 1, 256, 1024, F32, 512, 50.0),  # Gemma
+    Case(8, 32, 32, 8, 128, 8192, BF16),  # Llama 3.1 8B
+    Case(8, 32, 32, 8, 128, 8192, F32),
+    Case(1, 1, 32, 8, 128, 131072, BF16),
+    Case(1, 8, 64, 8, 128, 1024, BF16, window=512),  # Llama 3.1 70B
+    Case(2, 5, 9, 3, 64, 320, BF16),  # SmolLM2
+    Case(1, 33, 4, 1, 256, 1024, F32, window=512, softcap=50.0),  # Gemma
 )
-ODD = (Shape(1, 8, 8, 8, 128, 1000), Shape(2, 7, 12, 12, 96, 300, F32))
+ODD = (Case(1, 8, 8, 8, 128, 1000, BF16), Case(2, 7, 12, 12, 96, 300, F32))
 
 
-def tpu_programs() -> dict[str, tuple[Shape, ...]]:
+def tpu_programs() -> dict[str, tuple[Case, ...]]:
     """Every head size with every dtype at every corner, in few programs.
 
     From corner to corner each of them goes through windows and soft-caps in turn.
@@ -50,24 +40,24 @@ def tpu_programs() -> dict[str, tuple[Shape, ...]]:
     made = {"models": MODELS, "odd capacities": ODD}
     for turn, (group, nodes) in enumerate(CORNERS):
         made[f"{group} x {nodes}"] = tuple(
-            Shape(1, nodes, 2 * group, 2, dim, 1024, dtype, *EXTRAS[(i + turn) % 4])
+            Case(1, nodes, 2 * group, 2, dim, 1024, dtype, **EXTRAS[(i + turn) % 4])
             for i, (dim, dtype) in enumerate(itertools.product(DIMS, (BF16, F32)))
         )
     group, nodes = LARGEST
     made["largest"] = (
-        Shape(1, nodes, group, 1, 128, 2048),
-        Shape(1, nodes, 2 * group, 2, 256, 1024, F32, 512, 50.0),
+        Case(1, nodes, group, 1, 128, 2048, BF16),
+        Case(1, nodes, 2 * group, 2, 256, 1024, F32, window=512, softcap=50.0),
     )
     return made
 
 
-def gpu_programs() -> dict[str, tuple[Shape, ...]]:
+def gpu_programs() -> dict[str, tuple[Case, ...]]:
     """The same for the GPU kernel, which has bfloat16 and no windows."""
     plain = [s for s in MODELS if s.dtype == BF16 and s.window is None]
     made = {"models": tuple(plain)}
     for turn, (group, nodes) in enumerate((*CORNERS, LARGEST)):
         made[f"{group} x {nodes}"] = tuple(
-            Shape(1, nodes, 2 * group, 2, dim, 1024, softcap=EXTRAS[(i + turn) % 2][1])
+            Case(1, nodes, 2 * group, 2, dim, 1024, BF16, **EXTRAS[(i + turn) % 2])
             for i, dim in enumerate(DIMS)
         )
     return made
@@ -77,7 +67,7 @@ def compiled(mesh, shapes, impl: str):
     """One program that attends in every one of ``shapes``."""
     here = NamedSharding(mesh, PartitionSpec())
 
-    def arguments(s: Shape):
+    def arguments(s: Case):
         def array(*shape, of=s.dtype):
             return jax.ShapeDtypeStruct(shape, of, sharding=here)
 
