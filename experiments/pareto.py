@@ -28,8 +28,8 @@ from jspec.models import Model, load
 from jspec.models.presets import preset
 from jspec.phases import Setting
 from jspec.prompts import load_prompts
-from jspec.serve import costs, scheduler
 from jspec.serve.engine import Engine
+from jspec.serve.scheduler import schedule_here
 from jspec.text import encode
 
 
@@ -63,10 +63,7 @@ def methods(
         yield name, draft, False
         yield f"{name}, adaptive", draft, True
         if draft is not None and draft.drafter.shape.dense and args.temperature:
-            widths = range(1, draft.drafter.shape.nodes + 1)
-            table = costs.table(costs.measured(model, batch=batch, widths=widths))
-            cut = scheduler.schedule(draft, table, widths=tuple(widths)[:-1])
-            yield f"{name}, scheduled", cut, False
+            yield f"{name}, scheduled", schedule_here(draft, model, batch), False
 
 
 def measured(args: argparse.Namespace) -> Iterator[dict]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from jspec import bench
 from jspec.drafters import load_drafter
 from jspec.models import Model
+from jspec.serve.scheduler import schedule_here
 from jspec.tree_options import HEADS, find_head
 
 
@@ -37,6 +38,12 @@ def add_block_arguments(
         help="verify drafts up to the first with less confidence; one method for each "
         f"({' '.join(map(str, least))})",
     )
+    add(
+        "--schedule",
+        action="store_true",
+        help="also a method whose blocks are cut where the batch has no use for the rest, "
+        "by costs measured first",
+    )
     add("--rows", type=int, metavar="N", help="rows of the block that are computed")
     add(
         "--point",
@@ -62,6 +69,11 @@ def block_methods(model: Model, args: argparse.Namespace) -> Sequence[bench.Meth
             name = f"{folder.name} {draft.drafter.shape.depth}"
             if least > 0:
                 name += f" above {least:g}"
+            methods.append(bench.Method(name, draft, rule))
+        if args.schedule:
+            draft = load_drafter(folder, model, gamma=gamma, **options)
+            draft = schedule_here(draft, model, args.batch)
+            name = f"{folder.name} {draft.drafter.shape.depth} scheduled"
             methods.append(bench.Method(name, draft, rule))
     return methods[:2] if args.smoke else methods
 

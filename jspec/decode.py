@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +153,8 @@ def decode_round(
     mask = tree.ancestors(block.parent)
     block = _within_budget(block, mask, state)
 
-    out = score_live(target, params.target, state.cache, block, drafter.shape)
+    needed = _of_running(block, state)
+    out = score_live(target, params.target, state.cache, needed, drafter.shape)
     law = smp.law(
         out.logits, state.sampling, state.tokens, state.length, state.start, block, mask
     )
@@ -175,17 +177,16 @@ def decode_round(
 def score_live(
     target: Target, params, cache, block: Block, shape: DraftShape
 ) -> Scores:
-    """Scores the narrowest prefix of the block that holds every live node.
+    """Scores a block in the fewest rows, of those a drafter names, that hold its live nodes.
 
-    One compiled program has a branch for every width; rows of nodes that were left out
-    are zero.
+    One compiled program has a branch for every number of rows; scores of nodes that were
+    left out mean nothing.
     """
+    part = dataclasses.replace(block, law=POINT_MASS)
+    score = functools.partial(target.score, params, cache, taps=shape.taps)
 
-    def narrow(width: int):
-        part = jax.tree.map(
-            lambda x: x[:, :width], dataclasses.replace(block, law=POINT_MASS)
-        )
-        out = target.score(params, cache, part, taps=shape.taps)
+    def narrow(width: int) -> Scores:
+        out = score(jax.tree.map(lambda x: x[:, :width], part))
         rest = shape.nodes - width
 
         def fill(x):
@@ -193,11 +194,26 @@ def score_live(
 
         return jax.tree.map(fill, out) if rest else out
 
-    branches = [functools.partial(narrow, w) for w in (*shape.widths, shape.nodes)]
-    beyond = [jnp.any(block.live[:, w:]) for w in shape.widths]
-    if not beyond:
+    batch, live = block.live.shape[0], jnp.sum(block.live)
+    ways = [
+        (batch * w, functools.partial(narrow, w), ~jnp.any(block.live[:, w:]))
+        for w in shape.widths
+    ]
+    for count in {math.ceil(p * batch) for p in shape.packs}:
+        if count < batch * shape.nodes:
+            ways.append((count, lambda n=count: score(part, packed=n), live <= count))
+    if not ways:
         return narrow(shape.nodes)
-    return lax.switch(sum(b.astype(jnp.int32) for b in beyond), branches)
+    ways.sort(key=lambda way: way[0])
+    fits = jnp.stack([*(fits for _, _, fits in ways), jnp.bool_(True)])
+    branches = [*(score for _, score, _ in ways), lambda: narrow(shape.nodes)]
+    return lax.switch(jnp.argmax(fits), branches)
+
+
+def _of_running(block: Block, state: State) -> Block:
+    """What there is to score: of rows that have ended not even the root."""
+    running = (state.reason == RUNNING)[:, None]
+    return dataclasses.replace(block, live=block.live & running)
 
 
 def _within_budget(block: Block, mask: Array, state: State) -> Block:

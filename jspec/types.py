@@ -191,7 +191,9 @@ class Target(NamedTuple):
       score: ``(params, cache, block, *, taps=(), rows="all") -> Scores``. ``taps`` are
         static layer ids: ``i`` is the residual stream after ``i`` layers (0 = the
         embedding) and -1 the last hidden state after the final norm. ``rows`` is
-        "all", "none" or an ``[B]`` int array that picks one row a sequence.
+        "all", "none" or an ``[B]`` int array that picks one row a sequence. Jspec's own
+        models also take ``packed``, a static number R of rows that the live nodes share,
+        R at least as many as they; scores of dead nodes mean nothing then.
     """
 
     config: Any
@@ -211,6 +213,9 @@ class DraftShape(NamedTuple):
       widths: ascending sizes below ``nodes``. A round whose live nodes all lie among
         the first ``w`` scores only those: a drafter that often finds nothing to propose
         names 1, and such a round costs a plain step.
+      packs: ascending rows a sequence, below ``nodes``. A round whose batch of B has at
+        most ``p B`` live nodes scores only those, packed; of the sizes that fit the
+        smallest is taken. It pays where the blocks of a batch are cut to different sizes.
     """
 
     nodes: int
@@ -218,6 +223,7 @@ class DraftShape(NamedTuple):
     taps: tuple[int, ...] = ()
     dense: bool = False
     widths: tuple[int, ...] = ()
+    packs: tuple[float, ...] = ()
 
 
 class Drafter(NamedTuple):

@@ -26,10 +26,12 @@ from jspec import cache as kv_cache
 from jspec import tree
 from jspec.cache import LatentCache
 from jspec.models import moe, rope
+from jspec.models import packed as packing
 from jspec.models.config import Config, Latent
 from jspec.models.latent import latent_attention
 from jspec.models.linear import linear
 from jspec.models.mlp import Mlp
+from jspec.models.packed import Packed
 from jspec.models.transformer import Weights, mlp, readout, rms_norm
 from jspec.types import Array, Block, Scores, Target
 
@@ -110,34 +112,44 @@ def score(
     *,
     taps: tuple[int, ...] = (),
     rows="all",
+    packed: int | None = None,
 ) -> Scores:
     """One forward over a block; the cache is only read. See ``types.Target``.
 
     ``Scores.kv`` holds the block's own latents, one ``[B, N, 1, R + Dr]`` array per layer.
     """
-    mask = tree.ancestors(block.parent)
-    position = cache.length[:, None] + tree.depth(mask)
+    mask, pack = tree.ancestors(block.parent), packing.pack(block.live, packed)
+    position = packing.rows(pack, cache.length[:, None] + tree.depth(mask))
     turn = rope.turns(config.ropes[0], latent_sizes(config).rope_dim, position)
 
-    x = params.embed[block.token]
+    x = params.embed[packing.rows(pack, block.token)]
     streams, own = {0: x}, []
     for i, layer in enumerate(params.layers):
         cached = cache.latent[i], cache.length
-        x, c = decoder_layer(layer, x, cached, mask, turn, config=config)
+        x, c = decoder_layer(layer, x, cached, mask, turn, pack, config=config)
         own.append(c)
         streams[i + 1] = x
-    return readout(config, params, streams, tuple(own), taps, rows)
+    return readout(config, params, streams, tuple(own), taps, rows, pack)
 
 
 # Jitted, so that all layers of one kind are traced and lowered once; XLA inlines them.
 @functools.partial(jax.jit, static_argnames="config")
-def decoder_layer(layer: Layer, x, cached, mask, turn, *, config: Config):
+def decoder_layer(
+    layer: Layer,
+    x,
+    cached,
+    mask,
+    turn,
+    pack: Packed | None = None,
+    *,
+    config: Config,
+):
     """One layer: ``x [B, N, M]`` -> the same shape, and the block's own latents.
 
     See ``attend`` for the other arguments.
     """
     h = rms_norm(x, layer.attn_norm, config)
-    a, c = attend(layer, h, cached, mask, turn, config=config)
+    a, c = attend(layer, h, cached, mask, turn, config=config, pack=pack)
     x = x + a
     return x + mlp(config, layer, rms_norm(x, layer.mlp_norm, config)), c
 
@@ -151,6 +163,7 @@ def attend(
     *,
     config: Config,
     before: Array | None = None,
+    pack: Packed | None = None,
 ) -> tuple[Array, Array]:
     """Latent attention of a block and its output product.
 
@@ -161,6 +174,7 @@ def attend(
       config: static.
       before: latents ``[B, R, 1, R + Dr]`` of block rows scored earlier, which are the
         first columns of ``mask [B, N, R + N]``.
+      pack: where the nodes are, if ``h`` is ``[1, R, M]``; ``a`` is like it then.
 
     Returns:
       ``(a [B, N, M], c [B, N, 1, R + Dr])`` with the block's own latents.
@@ -175,9 +189,11 @@ def attend(
     absorbed = jnp.einsum("bnhd,hdr->bnhr", plain, key_up)
     q = jnp.concatenate([absorbed, _rotate(turned, turn, sizes)], -1)
     c = _own_latents(config, layer, h, turn).astype(stored.dtype)
+    q, c = packing.blocks(pack, q), packing.blocks(pack, c)
     rows = c if before is None else jnp.concatenate([before, c], 1)
     scale = config.query_scale
     mixed = latent_attention(q, stored, length, rows, mask, scale=scale).astype(h.dtype)
+    mixed = packing.rows(pack, mixed)
     # The rotated part was mixed too: leaving it out would have copied the cache.
     values = jnp.einsum("bnhr,hvr->bnhv", mixed[..., : sizes.rank], value_up)
     a = linear(values.reshape(*h.shape[:2], -1), layer.out, layer.out_bias)

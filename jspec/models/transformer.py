@@ -19,9 +19,11 @@ from jspec import cache as kv_cache
 from jspec import tree
 from jspec.cache import KV, KVCache
 from jspec.models import moe, rope
+from jspec.models import packed as packing
 from jspec.models.config import Config
 from jspec.models.linear import Rows, linear
 from jspec.models.mlp import Mlp, gated
+from jspec.models.packed import Packed
 from jspec.pallas import block_attention
 from jspec.sampling import mask_padding
 from jspec.types import Array, Block, Scores, Target
@@ -93,17 +95,18 @@ def score(
     *,
     taps: tuple[int, ...] = (),
     rows="all",
+    packed: int | None = None,
 ) -> Scores:
     """One forward over a block; the cache is only read. See ``types.Target``.
 
     Node ``i`` stands at position ``cache.length + depth(i)`` and sees the cached prefix
     and its ancestors.
     """
-    mask = tree.ancestors(block.parent)
-    position = cache.length[:, None] + tree.depth(mask)
+    mask, pack = tree.ancestors(block.parent), packing.pack(block.live, packed)
+    position = packing.rows(pack, cache.length[:, None] + tree.depth(mask))
     turns = {r: rope.turns(r, config.head_dim, position) for r in set(config.ropes)}
 
-    x = params.embed[block.token]
+    x = params.embed[packing.rows(pack, block.token)]
     if config.embed_scale != 1.0:
         x = x * jnp.asarray(config.embed_scale, x.dtype)
     streams, ks, vs = {0: x}, [], []
@@ -114,17 +117,25 @@ def score(
             (cache.k[i], cache.v[i], cache.length),
             mask,
             turns[config.ropes[i]],
+            pack,
             config=config,
             window=config.windows[i],
         )
         ks.append(k)
         vs.append(v)
         streams[i + 1] = x
-    return readout(config, params, streams, KV(tuple(ks), tuple(vs)), taps, rows)
+    kv = KV(tuple(ks), tuple(vs))
+    return readout(config, params, streams, kv, taps, rows, pack)
 
 
 def readout(
-    config: Config, params: Weights, streams: dict[int, Array], kv, taps, rows
+    config: Config,
+    params: Weights,
+    streams: dict[int, Array],
+    kv,
+    taps,
+    rows,
+    pack: Packed | None = None,
 ) -> Scores:
     """The scores of a block from the residual stream after 0, 1 .. L layers."""
     x = rms_norm(streams[config.layers], params.final_norm, config)
@@ -132,13 +143,19 @@ def readout(
     features = None
     if taps:
         features = jnp.concatenate([streams[t] for t in taps], -1)
-    return Scores(_logits(config, params, _pick(x, rows)), kv, features)
+        features = packing.blocks(pack, features)
+    if isinstance(rows, str) and rows == "all":
+        logits = packing.blocks(pack, _logits(config, params, x))
+    else:
+        picked = _pick(packing.blocks(pack, x), rows)
+        logits = _logits(config, params, picked)
+    return Scores(logits, kv, features)
 
 
 def _pick(x: Array, rows) -> Array:
-    """The rows of ``x [B, N, M]`` whose logits are wanted."""
+    """The rows of ``x [B, N, M]`` whose logits are wanted, one a block or none."""
     if isinstance(rows, str):
-        return {"all": x, "none": x[:, :0]}[rows]
+        return {"none": x[:, :0]}[rows]
     return jnp.take_along_axis(x, rows[:, None, None], axis=1)
 
 
@@ -153,14 +170,24 @@ def _logits(config: Config, params: Weights, x: Array) -> Array:
 # Jitted, so that all layers of one kind are traced and lowered once; XLA inlines them.
 @functools.partial(jax.jit, static_argnames=("config", "window"))
 def decoder_layer(
-    layer: Layer, x, cached, mask, turn, *, config: Config, window: int | None = None
+    layer: Layer,
+    x,
+    cached,
+    mask,
+    turn,
+    pack: Packed | None = None,
+    *,
+    config: Config,
+    window: int | None = None,
 ):
     """One layer: ``x [B, N, M]`` -> the same shape, and the block's keys and values.
 
     See ``attend`` for the other arguments.
     """
     h = rms_norm(x, layer.attn_norm, config)
-    a, k, v = attend(layer, h, cached, mask, turn, config=config, window=window)
+    a, k, v = attend(
+        layer, h, cached, mask, turn, config=config, window=window, pack=pack
+    )
     x = x + _maybe_norm(a, layer.attn_post_norm, config)
     h = rms_norm(x, layer.mlp_norm, config)
     return x + _maybe_norm(mlp(config, layer, h), layer.mlp_post_norm, config), k, v
@@ -176,6 +203,7 @@ def attend(
     config: Config,
     window: int | None = None,
     before: tuple[Array, Array] | None = None,
+    pack: Packed | None = None,
 ) -> tuple[Array, Array, Array]:
     """Attention of a block and its output product.
 
@@ -186,6 +214,7 @@ def attend(
       config, window: static.
       before: keys and values ``[B, R, K, D]`` of block rows scored earlier, which are the
         first columns of ``mask [B, N, R + N]``.
+      pack: where the nodes are, if ``h`` is ``[1, R, I]``; ``a`` is ``[1, R, M]`` then.
 
     Returns:
       ``(a [B, N, M], k, v [B, N, K, D])`` with the block's own keys, rotated, and values.
@@ -193,6 +222,7 @@ def attend(
     k_cache, v_cache, length = cached
     q, k, v, gate = project(config, layer, h)
     q, k = rope.rotate(q, turn), rope.rotate(k, turn)
+    q, k, v = (packing.blocks(pack, x) for x in (q, k, v))
     k, v = k.astype(k_cache.dtype), v.astype(v_cache.dtype)
     keys, values = k, v
     if before is not None:
@@ -210,7 +240,7 @@ def attend(
         window=window,
         softcap=config.attn_softcap,
     ).astype(h.dtype)
-    return output(layer, a, gate), k, v
+    return output(layer, packing.rows(pack, a), gate), k, v
 
 
 def output(layer: Layer, a: Array, gate: Array | None) -> Array:

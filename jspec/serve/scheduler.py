@@ -28,8 +28,13 @@ from jax import lax
 
 from jspec import checks
 from jspec.drafters.draft import Draft
+from jspec.models import Model
+from jspec.serve import costs
 from jspec.serve.costs import CostTable
 from jspec.types import Array, Block, Context, Drafter, Feedback
+
+# Rows a sequence that a batch is packed into: each is a program of its own to compile.
+PACKS = (1.0, 1.5, 2.0, 3.0, 4.0)
 
 # (survival [R, G], survival two rounds ago [R, G], active [R], table) -> lengths [R]
 Policy = Callable[[Array, Array, Array, CostTable], Array]
@@ -169,6 +174,12 @@ def sharpness(state: Any, block: Block) -> Array:
     return jnp.sum(jnp.square(q), -1)[:, :-1]
 
 
+def of_head(state: Any, block: Block) -> Array:
+    """What a DSpark drafter's confidence head says, calibrated as its folder has it."""
+    del block
+    return state.confidence
+
+
 # --- a drafter under a schedule -------------------------------------------------------
 
 
@@ -201,18 +212,19 @@ def scheduled(
     confidence: Confidence,
     policy: Policy = early_stop,
     widths: tuple[int, ...] = (),
+    packs: tuple[float, ...] = (),
 ) -> Drafter:
     """``drafter`` with its chains cut where the batch has no use for the rest.
 
-    Shapes stay fixed: what is not scheduled is dead. Its params are ``Params``.
+    Shapes stay fixed: what is not scheduled is dead, and ``packs`` save its rows. Its params are ``Params``.
 
     Args:
       drafter: proposes chains.
       confidence: chance of each draft given those before it, decided before it is drawn;
-        ``sharpness``, or the output of a head in the drafter's state.
+        ``of_head``, ``sharpness``, or another.
       policy: of this module, or a function like them that anticipates nothing.
-      widths: block sizes for which a program of its own is worth while; see
-        ``DraftShape``.
+      widths, packs: block sizes, and rows a sequence, for which a program of its own is
+        worth while; see ``DraftShape``.
 
     Raises:
       ValueError: the drafter grows trees, or has no law for ``sharpness`` to read.
@@ -251,18 +263,43 @@ def scheduled(
         return dataclasses.replace(state, inner=inner, active=active)
 
     inside = tuple(w for w in sorted({*shape.widths, *widths}) if w < shape.nodes)
-    return Drafter(shape._replace(widths=inside), init, propose, update)
+    shape = shape._replace(widths=inside, packs=packs)
+    return Drafter(shape, init, propose, update)
 
 
 def schedule(
     draft: Draft,
     table: CostTable,
     *,
-    confidence: Confidence = sharpness,
+    confidence: Confidence | None = None,
     policy: Policy = early_stop,
     widths: tuple[int, ...] = (),
+    packs: tuple[float, ...] = (),
 ) -> Draft:
-    """A drafter with its weights under a schedule; see ``scheduled``."""
-    drafter = scheduled(draft.drafter, confidence, policy, widths)
+    """A drafter with its weights under a schedule; see ``scheduled``.
+
+    ``confidence`` is that of the drafter's head if it has one, else ``sharpness``.
+    """
+    if confidence is None:
+        headed = getattr(draft.params, "confidence", None) is not None
+        confidence = of_head if headed else sharpness
+    drafter = scheduled(draft.drafter, confidence, policy, widths, packs)
     name = f"{draft.name}, scheduled"
     return Draft(drafter, Params(draft.params, table), name, draft.vocab_size)
+
+
+def schedule_here(
+    draft: Draft, model: Model, batch: int, *, context: int = 256, **options
+) -> Draft:
+    """``schedule`` for batches of a size on this device, whose costs are measured now.
+
+    Args:
+      draft: proposes chains.  model: the target.
+      batch: sequences decoded together.  context: tokens in every cache, for the costs.
+      options: of ``schedule``; ``packs`` are ``PACKS`` unless given.
+    """
+    nodes = draft.drafter.shape.nodes
+    widths = sorted({1, 2, max(nodes // 2, 3), max(nodes, 4)})
+    found = costs.measured(model, batch=batch, widths=widths, context=context)
+    packs = tuple(p for p in PACKS if p < nodes)
+    return schedule(draft, costs.table(found), **({"packs": packs} | options))

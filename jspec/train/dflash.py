@@ -22,6 +22,7 @@ from jspec.drafters.diffusion import Design, Weights, body, context_kv, embedded
 from jspec.models.linear import linear
 from jspec.sampling import argmax
 from jspec.train.chunked import mapped
+from jspec.train.draft_rows import draft_rows
 from jspec.train.packing import Rows
 from jspec.types import Array
 
@@ -173,12 +174,9 @@ def aims(design: Design, weights: Weights, given: Texts, blocks: Blocks) -> Aim:
     document = jnp.take_along_axis(given.document, blocks.anchor, 1)[..., None]
     valid = inside & at(given.mask) & (at(given.document) == document) & (step > 0)
     valid &= blocks.keep[..., None]
-    token, ids = at(given.token), weights.to_target
-    if ids is not None:
-        where = jnp.full(weights.embed.shape[0], -1).at[ids].set(jnp.arange(len(ids)))
-        token = where[token]
-        valid &= token >= 0
-    return Aim(label, jnp.maximum(token, 0), valid)
+    rows = weights.head.shape[0]
+    token, known = draft_rows(at(given.token), weights.to_target, rows)
+    return Aim(label, token, valid & known)
 
 
 def rate(

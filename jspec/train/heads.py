@@ -32,6 +32,7 @@ from jspec.models.config import Config
 from jspec.models.linear import linear
 from jspec.sampling import argmax
 from jspec.train.chunked import summed
+from jspec.train.draft_rows import draft_rows
 from jspec.types import Array
 
 Metrics = dict[str, Array]
@@ -214,7 +215,7 @@ def _cross_entropy(
     x: Array, vocab: Array, to_target: Array | None, labels: Array, judged: Array
 ) -> Metrics:
     """Metrics of the logits ``vocab x``, which are formed some positions at a time."""
-    labels, known = _draft_ids(labels, to_target, vocab.shape[0])
+    labels, known = draft_rows(labels, to_target, vocab.shape[0])
     judged &= known
     loss, right = summed(
         lambda x, labels, judged: _sums(linear(x, vocab), labels, judged),
@@ -243,13 +244,3 @@ def _means(loss: Array, right: Array, count: Array) -> Metrics:
 def _discounted(metrics: Metrics, decay: float) -> Array:
     loss = metrics["loss"]
     return jnp.sum(loss * decay ** (1 + jnp.arange(loss.shape[0])))
-
-
-def _draft_ids(tokens: Array, to_target: Array | None, rows: int):
-    """Rows of a draft vocabulary that stand for ``tokens``, and whether there is one."""
-    if to_target is None:
-        return jnp.minimum(tokens, rows - 1), tokens < rows
-    order = jnp.argsort(to_target)
-    ascending = to_target[order]
-    at = jnp.minimum(jnp.searchsorted(ascending, tokens), rows - 1)
-    return order[at], ascending[at] == tokens

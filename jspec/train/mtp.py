@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jspec.drafters import eagle, layers
 from jspec.drafters.eagle import Design, Weights
 from jspec.train import objectives
+from jspec.train.draft_rows import draft_rows
 from jspec.train.packing import Rows
 from jspec.types import Array
 
@@ -78,7 +79,8 @@ def prediction(
     """``sum_k weights_k CE_k``, the cross-entropy of the data's tokens at every depth.
 
     ``CE_k`` is the mean over the labels that count and that belong to the document of
-    their row. Rows at the end of a text that lack a label at some depth count at none.
+    their row. Rows at the end of a text that lack a label at some depth count at none, nor
+    do labels outside a module's draft vocabulary.
 
     Args:
       design: of every module.
@@ -97,6 +99,9 @@ def prediction(
         label = given.token[:, k + 2 :][:, :size]
         same = given.document[:, k + 2 :][:, :size] == given.document[:, :size]
         mask = given.mask[:, k + 2 :][:, :size] & same & (given.document[:, :size] >= 0)
+        ids = modules[k % len(modules)].to_target
+        label, known = draft_rows(label, ids, logits.shape[-1])
+        mask &= known
         loss = objectives.over_masked(_surprise(logits, label), mask)
         hit = jnp.argmax(logits, -1) == label
         total += weights[k] * loss

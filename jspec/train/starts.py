@@ -20,6 +20,7 @@ from jspec.drafters.published_mtp import Modules
 from jspec.drafters.tensors import target_head
 from jspec.models import Model, architecture, linear
 from jspec.models.config import Config, Rope
+from jspec.train.features import extract
 from jspec.types import Array
 
 
@@ -52,15 +53,29 @@ def fresh_eagle3(target: Model, taps, ids: np.ndarray, key: Array) -> Head:
 def fresh_eagle1(target: Model, key: Array) -> Head:
     """``fc`` passes the feature on; the layer begins as the target's last.
 
+    That layer works on the target's stream, the head on its normed features: the final
+    norm's gain is taken out of what the layer reads, and what it adds is brought to the
+    features' size.
+
     Raises:
       ValueError: as ``fresh_eagle3``.
     """
     layer, config = _plain_layer(target)
-    width = config.hidden
+    width, gain = config.hidden, _gain(target, target.params.final_norm)
+    size = jnp.sqrt(jnp.mean(gain**2))
+    added = (gain / _stream_size(target))[:, None]
+    layer = dataclasses.replace(
+        layer,
+        qkv=layer.qkv * (_gain(target, layer.attn_norm) / gain),
+        out=layer.out * added,
+        mlp=dataclasses.replace(layer.mlp, down=layer.mlp.down * added),
+        attn_norm=None,
+        mlp_norm=_gain(target, layer.mlp_norm) * size / gain - config.zero_centred,
+    )
     fc = jnp.concatenate([jnp.zeros((width, width)), jnp.eye(width)], 1)
     weights = Weights(
         embed=target.params.embed,
-        layers=(dataclasses.replace(layer, attn_norm=None),),
+        layers=(layer,),
         head=target_head(target),
         fc=fc + 0.01 * jax.random.normal(key, fc.shape),
         fc_bias=jnp.zeros(width),
@@ -69,10 +84,11 @@ def fresh_eagle1(target: Model, key: Array) -> Head:
 
 
 def fresh_mtp(target: Model, key: Array) -> Modules:
-    """``fc`` passes the normed feature on; the layer begins as the target's last."""
+    """``fc`` makes the target's stream of its features; the layer begins as its last."""
     layer, config = _last_layer(target)
-    width = config.hidden
-    fc = jnp.concatenate([jnp.zeros((width, width)), jnp.eye(width)], 1)
+    width, gain = config.hidden, _gain(target, target.params.final_norm)
+    scale = _stream_size(target) * jnp.sqrt(jnp.mean(gain**2)) / gain
+    fc = jnp.concatenate([jnp.zeros((width, width)), jnp.diag(scale)], 1)
     weights = Weights(
         embed=target.params.embed,
         layers=(layer,),
@@ -165,6 +181,28 @@ def _plain_layer(target: Model) -> tuple[Any, Config]:
     """The last layer of a target that an EAGLE head can be made of."""
     plain_layers(target, 1, "an EAGLE head")
     return _last_layer(target)
+
+
+def _gain(target: Model, weight: Array) -> Array:
+    """What a norm with this weight multiplies by, away from 0 so that it can be undone."""
+    gain = jnp.asarray(weight, jnp.float32) + target.config.zero_centred
+    return jnp.where(jnp.abs(gain) < 0.01, 0.01, gain)
+
+
+def _stream_size(target: Model) -> Array:
+    """Root mean square of what leaves the last layer, the median over random tokens."""
+    config, count = target.config, 32
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, count))
+    found = extract(
+        target.params,
+        jnp.asarray(tokens, jnp.int32),
+        jnp.zeros((1, count), jnp.int32),
+        jnp.arange(count)[None],
+        target=target.target,
+        taps=(config.layers,),
+    )
+    assert found.taps is not None
+    return jnp.median(jnp.sqrt(jnp.mean(found.taps**2, -1)))
 
 
 def _neutral(config: Config) -> Array:

@@ -173,9 +173,12 @@ MODEL = tiny.model(seed=3)
 PROMPTS = [[1, 2, 3, 1, 2, 3], [5], [7, 8, 9]]
 
 
-def test_coupled_text_of_a_scheduled_drafter_is_plain_sampling():
+@pytest.mark.parametrize(
+    "sizes", [{"widths": (1,)}, {"packs": (1, 4 / 3, 2)}], ids=["narrow", "packed"]
+)
+def test_coupled_text_of_a_scheduled_drafter_is_plain_sampling(sizes):
     small = jspec.load_drafter(tiny.model(seed=4), MODEL, gamma=3)
-    draft = scheduler.schedule(small, LINEAR, widths=(1,))
+    draft = scheduler.schedule(small, LINEAR, **sizes)
     options = dict(max_new_tokens=16, temperature=0.7, seed=5)
     want = jspec.generate(MODEL, None, PROMPTS, **options)
     got = jspec.generate(MODEL, draft, PROMPTS, rule=verify.coupled, **options)

@@ -117,6 +117,26 @@ def test_documents_of_a_row_are_apart():
     assert fast_mtp(3, 0.5) == pytest.approx((4 / 7, 2 / 7, 1 / 7))
 
 
+def test_labels_outside_the_draft_vocabulary_do_not_count():
+    design, (weights, _) = two_modules()
+    known = np.random.default_rng(0).permutation(VOCAB)[:40]
+    some = dataclasses.replace(
+        weights, head=weights.head[known], to_target=jnp.asarray(known)
+    )
+    given, depths = random_texts((40,), 40), (1.0,)
+    loss, metrics = prediction(design, (some,), given, depths)
+    (out,) = unroll(design, (weights,), given, 1)
+    log_q = jax.nn.log_softmax(eagle.logits(design, weights, out)[0][:, known])
+    label, counts = np.asarray(given.token[0, 2:]), np.asarray(given.mask[0, 2:])
+    rows = [(t, list(known).index(x)) for t, x in enumerate(label) if x in known]
+    rows = [(t, at) for t, at in rows if counts[t]]
+    assert 0 < len(rows) < counts.sum()
+    want = -np.mean([log_q[t, at] for t, at in rows])
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    hits = np.mean([int(log_q[t].argmax()) == at for t, at in rows])
+    np.testing.assert_allclose(metrics["accuracy_0"], hits, atol=1e-5)
+
+
 def test_modules_are_trained_as_they_draft():
     """Depth ``k`` of training is what module ``k`` makes of the same committed tokens."""
     design, modules = two_modules()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jspec.drafters.eagle import Weights
 from jspec.drafters.published_eagle import Head, save_eagle
@@ -72,6 +73,7 @@ def eagle1(
     corpus: Corpus,
     *,
     draft_vocab: int = 8192,
+    head_weight: float = 0.1,
     start: Head | None = None,
     seed: int = 0,
 ) -> Recipe:
@@ -80,23 +82,35 @@ def eagle1(
     Args:
       target: gives the frozen head and the starting weights.
       corpus: gives the draft vocabulary.
-      draft_vocab: ids that are drafted; training knows all, as it is published.
-      start: a head to go on from.
+      draft_vocab: ids the head can draft; all, if the target has fewer.
+      head_weight: of the cross-entropy beside the regression; the authors' is 0.1.
+      start: a head to go on from; its own vocabulary is kept.
       seed: of the weights that have no better start.
     """
-    ids = draft_ids(corpus, draft_vocab, target.config.vocab_size)
     if start is None:
-        start = fresh_eagle1(target, jax.random.key(seed))
-    design, head = start.design, target_head(target)
+        ids = draft_ids(corpus, draft_vocab, target.config.vocab_size)
+        start = _over(fresh_eagle1(target, jax.random.key(seed)), target, ids)
+    design, weights = start.design, start.weights
 
     def loss(weights: Weights, teacher: Array, rows: Rows, key: Array):
-        given = pairs(rows, rows.hidden, teacher, None)
-        return regression(design, weights, given, shifted(rows.hidden, 1), key)
+        given = pairs(rows, rows.hidden, teacher, weights.to_target)
+        truth = shifted(rows.hidden, 1)
+        return regression(design, weights, given, truth, key, head_weight=head_weight)
 
-    def save(weights: Weights, folder: Path) -> Path:
-        rows = target_head(target, ids)
-        drafting = dataclasses.replace(weights, head=rows, to_target=ids)
-        return save_eagle(Head(design, drafting), folder)
+    names = ("embed", "head", "to_target")
+    return frozen(
+        weights,
+        {name: getattr(weights, name) for name in names},
+        loss,
+        lambda weights, folder: save_eagle(Head(design, weights), folder),
+        teacher=target_head(target),
+    )
 
-    held = {"embed": start.weights.embed, "head": head, "to_target": None}
-    return frozen(start.weights, held, loss, save, teacher=head)
+
+def _over(head: Head, target: Model, ids: np.ndarray | None) -> Head:
+    """A head that drafts only ``ids``, with the target's rows for them."""
+    if ids is None:
+        return head
+    rows, to_target = target_head(target, ids), jnp.asarray(ids)
+    weights = dataclasses.replace(head.weights, head=rows, to_target=to_target)
+    return Head(head.design, weights)

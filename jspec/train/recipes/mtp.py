@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from jspec.drafters.eagle import Weights
@@ -33,7 +34,8 @@ def mtp(
 
     Args:
       steps, beta: depths and their weights, see ``train.mtp.fast_mtp``.
-      draft_vocab: ids that a single module drafts; training knows all.
+      draft_vocab: ids that a single module drafts, and labels that count; several know
+        all.
       start: modules to go on from, a target's own for example.
       seed: of the weights that have no better start.
     """
@@ -45,8 +47,8 @@ def mtp(
     if len(start.weights) == 1:
         ids = draft_ids(corpus, draft_vocab, target.config.vocab_size)
 
-    def whole(frozen, params, ids=None) -> tuple[Weights, ...]:
-        embed, head = frozen
+    def whole(frozen, params) -> tuple[Weights, ...]:
+        embed, head, ids = frozen
         return tuple(
             dataclasses.replace(p, embed=embed, head=head, to_target=ids)
             for p in params
@@ -56,7 +58,11 @@ def mtp(
         del key
         return prediction(design, whole(frozen, params), texts(rows), depths)
 
-    frozen = target.params.embed, target_head(target)
+    frozen = (
+        target.params.embed,
+        target_head(target, ids),
+        None if ids is None else jnp.asarray(ids),
+    )
     return Recipe(
         taps=(),
         params=tuple(
@@ -65,6 +71,6 @@ def mtp(
         ),
         loss=Partial(loss, frozen),
         save=lambda params, folder: save_mtp(
-            Modules(design, whole(frozen, params, ids)), folder
+            Modules(design, whole(frozen, params)), folder
         ),
     )
