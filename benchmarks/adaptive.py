@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import jspec
 from jspec import bench, verify
+from jspec.arguments import add_target
 from jspec.compilation import enable_cache
 from jspec.prompts import load_prompts
 from jspec.serve.engine import Engine
@@ -34,7 +35,7 @@ def seconds(engine: Engine, prompts: Sequence[str], new: int) -> tuple[float, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--target", default="smollm2-135m", help="a model to load (smollm2-135m)")
+    add_target(parser)
     add("--drafter", default="eagle3", help="as for jspec serve (eagle3)")
     add("--gamma", type=int, help="tokens drafted a round")
     add("--batches", type=int, nargs="+", default=[1, 2, 4, 8], help="(1 2 4 8)")
@@ -43,7 +44,7 @@ def main() -> None:
     add("--runs", type=int, default=10, help="of both, in turn (10)")
     args = parser.parse_args()
     enable_cache()
-    model = jspec.load(args.target)
+    model = jspec.load(args.target, dtype=args.dtype)
     draft = bench.method(args.drafter, model, None, args.gamma).draft
     options = dict(context=args.context, rule=verify.greedy, eos_ids=())
     for batch in args.batches:

@@ -17,6 +17,7 @@ import numpy as np
 
 import jspec
 from jspec import report, sampling, timing
+from jspec.arguments import add_target
 from jspec.compilation import enable_cache
 from jspec.drafters import eagle, growth
 from jspec.drafters.loading import block_draft
@@ -77,13 +78,13 @@ def _step(drafter, given, state, zero):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="smollm2-135m")
+    add_target(parser)
     parser.add_argument("--gamma", type=int, nargs="+", default=[4, 7, 15])
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     enable_cache()
-    model = jspec.load(args.target)
+    model = jspec.load(args.target, dtype=args.dtype)
     loops = {
         (name, gamma): loop(model, draft)
         for gamma in args.gamma

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 import jspec
 from jspec import verify
+from jspec.arguments import add_target
 from jspec.compilation import enable_cache
 from jspec.prompts import load_prompts
 from jspec.serve.engine import Engine
@@ -25,13 +26,13 @@ from jspec.serve.engine import Engine
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--target", default="smollm2-135m", help="a model to load (smollm2-135m)")
+    add_target(parser)
     add("--batch", type=int, default=8, help="requests (8)")
     add("--rounds", type=int, default=24, help="timed in each run (24)")
     add("--runs", type=int, default=5, help="of both, in turn (5)")
     args = parser.parse_args()
     enable_cache()
-    model = jspec.load(args.target)
+    model = jspec.load(args.target, dtype=args.dtype)
     prompts = [q.prompt for q in load_prompts(limit=args.batch)]
     prompts = [prompts[i % len(prompts)] for i in range(args.batch)]
     # One token more is emitted by the round that the engine is warmed up with.

@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.table import Table
 
 from jspec import load, load_drafter, measure, record, report, text, theory, trial
+from jspec.arguments import add_target
 from jspec.compilation import enable_cache
 from jspec.drafters import Draft
 from jspec.drafters.loading import PLAIN
@@ -105,7 +106,7 @@ def main() -> int:
     )
     heads = sorted(str(file.parent) for file in HEADS.glob("*/config.json"))
     add = parser.add_argument
-    add("--target", default="smollm2-135m")
+    add_target(parser)
     add("--drafters", nargs="+", default=[*PLAIN, *heads], metavar="NAME")
     add("--limit", type=int, default=4, metavar="N", help="prompts (4)")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="a prompt (64)")
@@ -114,7 +115,7 @@ def main() -> int:
     add("--json", metavar="FILE", help="append a line a drafter; show all of its lines")
     args = parser.parse_args()
     enable_cache()
-    model = load(args.target)
+    model = load(args.target, dtype=args.dtype)
     questions = load_prompts(None, args.limit)
     size = model.config.vocab_size
     ids = text.encode(model.tokenizer, [q.prompt for q in questions], size)

@@ -23,6 +23,7 @@ from scipy.stats import chisquare
 
 import jspec
 from jspec import bench
+from jspec.arguments import add_target
 from jspec.compilation import enable_cache
 from jspec.text import encode
 from jspec.types import Block
@@ -34,7 +35,7 @@ BINS = 12  # the most probable tokens; all others are counted together
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--target", default="smollm2-135m", help="a model to load (smollm2-135m)")
+    add_target(parser)
     add("--methods", nargs="+", default=["none", "ngram"], help="as for --drafter")
     add("--prompt", default=PROMPT)
     add("--samples", type=int, default=1000, help="continuations a method (1000)")
@@ -43,7 +44,7 @@ def main() -> None:
     add("--gamma", type=int, help="draft chains of so many; else the method's own")
     args = parser.parse_args()
     enable_cache()
-    model = jspec.load(args.target)
+    model = jspec.load(args.target, dtype=args.dtype)
     ids = encode(model.tokenizer, [args.prompt], model.config.vocab_size)[0]
     laws = _laws(model, ids, args.top_k)
     table = Table(title=f"{args.samples} samples at temperature 1, top-k {args.top_k}")

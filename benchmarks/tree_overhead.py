@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import jspec
+from jspec.arguments import add_target
 from jspec.compilation import enable_cache
 from jspec.drafters import growth
 from jspec.sampling import argmax
@@ -28,7 +29,7 @@ DRAFT_VOCAB = 8192
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--target", default="smollm2-135m", help="a model to load (smollm2-135m)")
+    add_target(parser)
     add("--nodes", type=int, default=32, help="of the block, root included (32)")
     add("--depth", type=int, default=6, help="of the tree (6)")
     add("--width", type=int, default=8, help="nodes extended a level (8)")
@@ -36,7 +37,7 @@ def main() -> None:
     add("--runs", type=int, default=15, help="timed runs of each (15)")
     args = parser.parse_args()
     enable_cache()
-    model = jspec.load(args.target)
+    model = jspec.load(args.target, dtype=args.dtype)
     slots = -(-(args.context + args.nodes) // 64) * 64
     cache = model.target.init_cache(1, slots, model.dtype)
     cache = cache.rewind(jnp.array([args.context], jnp.int32))

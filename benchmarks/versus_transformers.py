@@ -1,11 +1,12 @@
 """jspec against transformers on the same weights, prompts and machine, in turn.
 
-Two comparisons, greedy and in float32: plain decoding against ``generate``, and prompt
+Two comparisons, greedy and in the same precision: plain decoding against ``generate``, and prompt
 lookup against ``generate(prompt_lookup_num_tokens=10)``. Every prompt is decoded by all
 methods one after the other, so that all of them meet the same machine; medians over the
 prompts are quoted. Needs torch (the ``test`` extra).
 
     python benchmarks/versus_transformers.py
+    python benchmarks/versus_transformers.py --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rich.table import Table
 
 import jspec
 from jspec import drafters, measure
+from jspec.arguments import add_target
 from jspec.compilation import enable_cache
 from jspec.models.linear import wholes
 from jspec.prompts import load_prompts
@@ -37,7 +39,7 @@ STRIDE = 64
 def main() -> None:
     args = _arguments()
     enable_cache()
-    model = jspec.load(args.target)
+    model = jspec.load(args.target, dtype=args.dtype)
     theirs = _in_transformers(model)
     prompts = load_prompts(args.prompts, args.limit)
     ngram, hf = drafters.ngram(gamma=args.gamma), {"prompt_lookup_num_tokens": 10}
@@ -60,7 +62,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--target", default="smollm2-135m", help="a model to load")
+    add_target(parser)
     parser.add_argument("--prompts", help="JSON lines; default: the packaged set")
     parser.add_argument("--limit", type=int, help="prompts to use; default: all")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -73,7 +75,7 @@ def _in_transformers(model: jspec.Model):
     with tempfile.TemporaryDirectory() as folder:
         jspec.save(model, folder)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32
+            folder, dtype=getattr(torch, model.dtype.name)
         )
     theirs.generation_config.pad_token_id = 0
     return theirs.eval()
@@ -124,7 +126,9 @@ def _report(model, plain, lookup, args) -> None:
         "prompt lookup": _line([p[:2] for p in lookup]),
         "lookup over our plain": _line([(p[0], p[2]) for p in lookup]),
     }
-    table = Table(title=f"{model.name}, float32, {args.max_new_tokens} new tokens")
+    table = Table(
+        title=f"{model.name}, {model.dtype.name}, {args.max_new_tokens} new tokens"
+    )
     for column in ("", "jspec tok/s", "transformers tok/s", "ratio (median)"):
         table.add_column(column, justify="right")
     for name, (ours, hf, ratio) in rows.items():

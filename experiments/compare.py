@@ -113,7 +113,7 @@ def compare(args: argparse.Namespace) -> list[dict]:
     """Runs what is not finished yet; returns the records of all."""
     every = chosen(args)
     questions = load_prompts(args.prompts, args.limit)
-    model = load(args.target)
+    model = load(args.target, dtype=args.dtype)
     settings = Settings(**{name: getattr(args, name) for name in Settings._fields})
     say = report.console(error=True).print
     names = {e.name for e in every}

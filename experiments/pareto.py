@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from jspec import bench, predict, record, report, roofline, verify
+from jspec.arguments import add_target
 from jspec.compilation import enable_cache
 from jspec.drafters.draft import Draft
 from jspec.models import Model, load
@@ -68,7 +69,7 @@ def methods(
 
 def measured(args: argparse.Namespace) -> Iterator[dict]:
     """A line for every batch size and method."""
-    model = load(args.target)
+    model = load(args.target, dtype=args.dtype)
     questions = load_prompts(args.prompts, args.limit)
     ids = encode(
         model.tokenizer, [q.prompt for q in questions], model.config.vocab_size
@@ -174,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--target", default="smollm2-135m", help="a model to load (smollm2-135m)")
+    add_target(parser)
     add(
         "--drafters",
         nargs="+",

@@ -30,13 +30,14 @@ from jspec.text import encode
 LAYERS = 3
 
 
-def torch_model(model: Model | str, folder: Path) -> Any:
+def torch_model(model: Model | str, folder: Path, dtype: str) -> Any:
     """The same weights in transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
     where = model if isinstance(model, str) else save(model, folder)
-    made = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
+    made = AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, dtype))
+    made = made.eval()
     made.generation_config.pad_token_id = made.config.eos_token_id or 0
     return made
 
@@ -102,7 +103,7 @@ def line(name: str, model: Model, found: dict, args, count: int) -> dict:
         "lossless": found["tokens"] == found["plain"],
         "tasks": {},
         "device": record.device(),
-        "dtype": "float32",
+        "dtype": model.dtype.name,
         "torch": torch.__version__,
         "jax": jax.__version__,
         "seed": args.seed,
@@ -115,15 +116,16 @@ def run(args, say: Callable = print) -> list[dict]:
     if args.temperature != 0:
         raise ValueError("only greedy texts can be compared; leave --temperature at 0")
     questions = load_prompts(args.prompts, args.limit)
-    model = load(args.target, dtype="float32")
+    model = load(args.target, dtype=args.dtype)
     prompts = encode(
         model.tokenizer, [q.prompt for q in questions], model.config.vocab_size
     )
     slots = -(-(max(map(len, prompts)) + args.max_new_tokens) // 64) * 64
     with tempfile.TemporaryDirectory() as folder, record.lines(args.json) as file:
-        theirs = torch_model(model, Path(folder) / "target")
+        dtype = model.dtype.name
+        theirs = torch_model(model, Path(folder) / "target", dtype)
         small = args.assistant or first_layers(model, LAYERS)
-        every = options(torch_model(small, Path(folder) / "assistant"))
+        every = options(torch_model(small, Path(folder) / "assistant", dtype))
         jspec.generate(model, None, prompts[0], max_new_tokens=2, slots=slots)
         keys = ("tokens", "seconds", "plain", "plain_seconds")
         found: dict[str, dict] = {name: {key: [] for key in keys} for name in every}

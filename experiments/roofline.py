@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from rich.table import Table
 
 from jspec import bench, measure, record, report, roofline, timing
+from jspec.arguments import add_target
 from jspec.compilation import enable_cache
 from jspec.models import Model, load
 
@@ -50,7 +51,7 @@ def plot(path: str, times: dict, least: dict, title: str) -> None:
 def show(args: argparse.Namespace) -> None:
     widths = [1, 4, 8] if args.smoke else sorted({1, *args.widths})
     runs = {"repetitions": 3, "runs": 3} if args.smoke else {}
-    model = load(args.target)
+    model = load(args.target, dtype=args.dtype)
     times = measure.verify_curve(model, widths, context=args.context, **runs)
     chip = timing.measured_chip()
     least = bounds(model, chip, widths, args.context)
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--target", default="smollm2-135m", help="a model to load (smollm2-135m)")
+    add_target(parser)
     add("--widths", type=int, nargs="+", default=[1, 2, 4, 6, 8, 12, 16, 24, 32])
     add("--context", type=int, default=256, help="tokens in the cache (256)")
     add("--plot", metavar="FILE", help="write a PNG")

@@ -17,6 +17,7 @@ import numpy as np
 from rich.table import Table
 
 from jspec import bench, record, report, verify
+from jspec.arguments import add_target
 from jspec.compilation import enable_cache
 from jspec.models import Model, load
 from jspec.prompts import load_prompts
@@ -95,7 +96,7 @@ def show(args: argparse.Namespace) -> None:
     count, new = (6, 12) if args.smoke else (args.requests, args.max_new_tokens)
     rates = args.rates[:1] if args.smoke else args.rates
     sizes = [2] if args.smoke else args.sizes
-    model: Model = load(args.target)
+    model: Model = load(args.target, dtype=args.dtype)
     questions = load_prompts(args.prompts, args.limit)
     ids = encode(
         model.tokenizer, [q.prompt for q in questions], model.config.vocab_size
@@ -146,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--target", default="smollm2-135m", help="a model to load (smollm2-135m)")
+    add_target(parser)
     add(
         "--drafters",
         nargs="+",

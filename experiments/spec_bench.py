@@ -60,7 +60,7 @@ def run(args) -> dict[str, dict[str, spec_bench.Score]]:
     if args.temperature != 0 or args.batch != 1:
         raise ValueError("the protocol is greedy and one question at a time")
     asked = spec_bench.read(args.prompts, args.limit)
-    model = load(args.target)
+    model = load(args.target, dtype=args.dtype)
     if model.tokenizer is None or model.tokenizer.chat_template is None:
         raise ValueError(
             f"{model.name} has no chat template, and the questions are chats"

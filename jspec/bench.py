@@ -17,6 +17,7 @@ from typing import Any
 from rich.progress import Progress
 
 from jspec import record, report, text, trial, verify
+from jspec.arguments import add_target
 from jspec.compilation import enable_cache
 from jspec.drafters import load_drafter
 from jspec.drafters.loading import PLAIN
@@ -52,12 +53,7 @@ def argument_parser(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the shared options to a parser."""
     add = parser.add_argument
-    add(
-        "--target",
-        default="smollm2-135m",
-        help="target model: alias, Hub id, folder, .safetensors or .gguf file "
-        "(smollm2-135m unless given)",
-    )
+    add_target(parser)
     add(
         "--drafter",
         default="ngram",
@@ -122,7 +118,7 @@ def from_arguments(args: argparse.Namespace, methods: Callable) -> list[dict]:
         args.limit = min(args.limit or _SMOKE["limit"], _SMOKE["limit"])
         args.max_new_tokens = min(args.max_new_tokens, _SMOKE["max_new_tokens"])
     questions = load_prompts(args.prompts, args.limit)
-    model = load(args.target)
+    model = load(args.target, dtype=args.dtype)
     settings = Settings(**{name: getattr(args, name) for name in Settings._fields})
     return run(model, methods(model, args), questions, settings)
 

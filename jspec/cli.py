@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from jspec import bench, cli_heads, cli_predict, cli_serve, cli_store, cli_train
+from jspec.arguments import add_target
 from jspec.compilation import enable_cache
 from jspec.generation import stream
 from jspec.models import load
@@ -71,12 +72,7 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_generate)
     add = command.add_argument
     add("prompt", metavar="PROMPT", help="the text; - reads standard input")
-    add(
-        "--target",
-        default="smollm2-135m",
-        metavar="MODEL",
-        help="alias, Hub id, folder, .safetensors or .gguf file (smollm2-135m)",
-    )
+    add_target(command)
     add(
         "--draft",
         default="ngram",
@@ -131,7 +127,7 @@ def _generate(args: argparse.Namespace) -> None:
     started = time.perf_counter()
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     _say(f"loading {args.target} ...")
-    model = load(args.target)
+    model = load(args.target, dtype=args.dtype)
     method = bench.method(args.draft, model, args.rule, args.gamma)
     deltas = stream(
         model,

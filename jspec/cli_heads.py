@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jspec.arguments import add_target
 from jspec.drafters import growth, load_drafter
 from jspec.drafters.dflash_configs import LAYOUTS
 from jspec.drafters.eagle import Design, Weights
@@ -51,7 +52,7 @@ def add_inspect(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_inspect)
     add = command.add_argument
     add("head", metavar="HEAD", help="folder or Hub id of the head")
-    add("--target", default="smollm2-135m", metavar="MODEL", help="(smollm2-135m)")
+    add_target(command)
     add("--limit", type=int, default=6, metavar="N", help="prompts to try (6)")
     add("--max-new-tokens", type=int, default=32, metavar="N", help="of each (32)")
 
@@ -121,7 +122,7 @@ def _check_layout(head: AnyHead, args: argparse.Namespace) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    model = load(args.target)
+    model = load(args.target, dtype=args.dtype)
     folder = fetch(args.head, pickled=True)
     head = read_head(folder, model)
     for name, value in _facts(head).items():

@@ -7,6 +7,7 @@ import os
 import sys
 
 from jspec import bench
+from jspec.arguments import add_target
 from jspec.models import load
 from jspec.serve import costs
 
@@ -22,7 +23,7 @@ SERVE = """Answers over HTTP as the OpenAI API does: /v1/completions, /v1/chat/c
 def add_serve(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_serve)
     add = command.add_argument
-    add("--target", default="smollm2-135m", metavar="MODEL", help="(smollm2-135m)")
+    add_target(command)
     add(
         "--draft",
         default="ngram",
@@ -87,7 +88,7 @@ def _serve(args: argparse.Namespace) -> None:
         raise ValueError(
             f"sizes are {args.sizes!r}; give numbers like 1,4,8"
         ) from error
-    model = load(args.target)
+    model = load(args.target, dtype=args.dtype)
     method = bench.method(args.draft, model, None, args.gamma)
     engine = Engine(
         model,
@@ -117,7 +118,7 @@ def write_cost_table(args: argparse.Namespace) -> None:
     if gamma < 1:
         raise ValueError(f"gamma is {gamma}; a table needs at least 1 draft")
     widths = [1, gamma + 1] if args.smoke else range(1, gamma + 2)
-    model = load(args.target)
+    model = load(args.target, dtype=args.dtype)
     runs = 2 if args.smoke else 5
     found = costs.measured(model, batch=args.batch, widths=widths, runs=runs)
     costs.save(args.cost_table, found, target=model.name, batch=args.batch, context=256)

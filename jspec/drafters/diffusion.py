@@ -158,7 +158,7 @@ def body(
 
 def embedded(design: Design, params: Weights, token: Array) -> Array:
     """``[...] -> [..., M]``, the rows that enter the layers."""
-    x = params.embed[token]
+    x = params.embed[token].astype(params.final_norm.dtype)
     return (
         x if design.embed_scale == 1 else x * jnp.asarray(design.embed_scale, x.dtype)
     )

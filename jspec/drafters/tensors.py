@@ -121,7 +121,7 @@ def take(
 def fused(table: dict[str, Place], kept: dict[str, np.ndarray], dtype) -> dict:
     """The arrays that ``table`` puts the tensors ``kept`` into, by path, on the device.
 
-    What ``names.FLOAT32`` lists stays float32.
+    Some stay float32, see ``names.dtype_of``.
     """
     host: dict[names.Path, np.ndarray] = {}
     for key, place in table.items():
@@ -130,11 +130,9 @@ def fused(table: dict[str, Place], kept: dict[str, np.ndarray], dtype) -> dict:
         view = host[place.path][place.index]
         host[place.path][place.index] = kept[key].reshape(view.shape)
 
-    def on_device(path: names.Path, array: np.ndarray) -> jnp.ndarray:
-        wide = path[-1] in names.FLOAT32
-        return jnp.asarray(array, jnp.float32 if wide else dtype)
-
-    return {path: on_device(path, array) for path, array in host.items()}
+    return {
+        path: jnp.asarray(a, names.dtype_of(path, dtype)) for path, a in host.items()
+    }
 
 
 def parts(table: dict[str, Place], weights) -> dict[str, np.ndarray]:

@@ -122,7 +122,7 @@ def score(
     position = packing.rows(pack, cache.length[:, None] + tree.depth(mask))
     turn = rope.turns(config.ropes[0], latent_sizes(config).rope_dim, position)
 
-    x = params.embed[packing.rows(pack, block.token)]
+    x = params.embed[packing.rows(pack, block.token)].astype(params.final_norm.dtype)
     streams, own = {0: x}, []
     for i, layer in enumerate(params.layers):
         cached = cache.latent[i], cache.length

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 from jspec.models import deepseek, transformer
 from jspec.models.config import Config, Experts
 from jspec.models.deepseek import latent_sizes
@@ -26,6 +29,16 @@ FLOAT32 = ("router", "correction")
 # Arrays of a layer, ``[*lead, in]``, that one product with ``linear`` reads, and their
 # axes: those of experts have one more.
 PRODUCTS = {"qkv": 4, "out": 2, "gate_up": 3, "down": 2}
+
+
+def dtype_of(path: Path, dtype) -> np.dtype:
+    """The dtype of an array of a model whose weights are of ``dtype``.
+
+    Norms, whose dtype is that of the residual stream, are float32 on a CPU: it computes in
+    float32 whatever a stream is of, and would only convert there and back.
+    """
+    norm = str(path[-1]).endswith("norm") and jax.default_backend() == "cpu"
+    return np.dtype(np.float32 if norm or path[-1] in FLOAT32 else dtype)
 
 
 class Place(NamedTuple):

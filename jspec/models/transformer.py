@@ -61,7 +61,8 @@ class Layer:
 class Weights:
     """A model's weights: ``embed [V, M]``, layers, ``final_norm [M]``, ``head [V, M]``.
 
-    ``head`` is None when it is the embedding. Layers are ``Layer`` of this file or of
+    ``head`` is None when it is the embedding. The residual stream has the dtype of
+    ``final_norm``, which may be wider than that of the products. Layers are ``Layer`` of this file or of
     ``deepseek``.
     """
 
@@ -106,7 +107,7 @@ def score(
     position = packing.rows(pack, cache.length[:, None] + tree.depth(mask))
     turns = {r: rope.turns(r, config.head_dim, position) for r in set(config.ropes)}
 
-    x = params.embed[packing.rows(pack, block.token)]
+    x = params.embed[packing.rows(pack, block.token)].astype(params.final_norm.dtype)
     if config.embed_scale != 1.0:
         x = x * jnp.asarray(config.embed_scale, x.dtype)
     streams, ks, vs = {0: x}, [], []

@@ -44,7 +44,7 @@ class Safetensors:
 def build(config: Config, source: Checkpoint, dtype, parts: int = 1) -> Weights:
     """The weights of ``source`` in ``dtype``, on the default device.
 
-    What ``names.FLOAT32`` lists stays float32. With ``parts`` above 1 the products of the
+    Some stay float32, see ``names.dtype_of``. With ``parts`` above 1 the products of the
     layers are ``Rows`` of so many blocks.
 
     Every tensor is read straight into its fused array, which a CPU device takes over as
@@ -62,8 +62,7 @@ def build(config: Config, source: Checkpoint, dtype, parts: int = 1) -> Weights:
     # The largest array first, while there is still room for a second copy of it.
     by_size = sorted(names.arrays(config).items(), key=lambda item: -np.prod(item[1]))
     for path, shape in by_size:
-        kept = path[-1] in names.FLOAT32
-        host = _aligned(shape, np.dtype(np.float32 if kept else dtype))
+        host = _aligned(shape, names.dtype_of(path, dtype))
         for name in in_array[path]:
             source.read(name, host[table[name].index])
         # Waiting keeps transfers to an accelerator from piling up in host memory.

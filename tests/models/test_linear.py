@@ -85,3 +85,35 @@ def test_products_in_bfloat16_round_the_operands_of_large_products_alone(count):
     for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(rounded), strict=True):
         assert jnp.linalg.norm(a - b) < 2e-2 * jnp.linalg.norm(a)
         assert a.dtype == b.dtype
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 40])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_products_with_narrow_weights_are_summed_in_float32(count, dtype):
+    x = jax.random.normal(jax.random.key(0), (count, 200))
+    w = jax.random.normal(jax.random.key(1), (2, 36, 200)).astype(dtype)
+    exact = (
+        np.asarray(x.astype(dtype), np.float64)
+        @ np.asarray(w, np.float64).reshape(72, 200).T
+    )
+    y = jax.jit(linear.linear)(x, w)
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-4)
+    narrow = jax.jit(linear.linear)(x.astype(dtype), w)
+    assert narrow.dtype == dtype
+    np.testing.assert_array_equal(narrow, y.astype(dtype))
+
+
+def test_the_stream_of_a_narrow_model_is_wide_on_a_cpu(tmp_path):
+    """Norms stay float32, and so does what is added up from layer to layer."""
+    folder = models.save(tiny.model(seed=1, **WIDE), tmp_path)
+    wide, narrow = (models.load(folder, dtype=d) for d in ("float32", "bfloat16"))
+    assert narrow.params.layers[0].mlp.gate_up.dtype == jnp.bfloat16
+    block, found = types.chain(jnp.array([[1, 2, 3]])), []
+    for m in (wide, narrow):
+        cache = m.target.init_cache(1, 8, m.dtype)
+        found.append(m.target.score(m.params, cache, block, taps=(1, -1)))
+        assert found[-1].features.dtype == jnp.float32
+        assert found[-1].kv.k[0].dtype == m.dtype
+    size = float(jnp.std(found[0].logits))
+    np.testing.assert_allclose(found[1].logits, found[0].logits, atol=0.1 * size)

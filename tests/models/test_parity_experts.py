@@ -130,12 +130,12 @@ def test_tree_block(family, before, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_bfloat16_keeps_the_router_in_float32(family, tmp_path):
+def test_bfloat16_keeps_routers_and_norms_in_float32(family, tmp_path):
     hf = oracle.build(family)
     model = models.load(oracle.save(hf, tmp_path), dtype="bfloat16")
     exact = models.load(tmp_path)
     for path, shape in names.arrays(model.config).items():
-        kept = path[-1] in ("router", "correction")
+        kept = path[-1] in ("router", "correction") or path[-1].endswith("norm")
         array = names.lookup(model.params, path)
         assert array.dtype == (jnp.float32 if kept else jnp.bfloat16)
         assert array.shape == shape
