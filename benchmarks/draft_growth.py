@@ -38,7 +38,7 @@ def drafts(model, gamma: int, vocab: int) -> dict[str, jspec.Draft]:
     own = fresh_dflash(model, taps, ids, mask, key, block=gamma)
     spark = with_markov(own, key, 32)
     head = fresh_eagle3(model, taps, ids, key)
-    chain = eagle.drafter(head.design, growth.chain(gamma), dtype=model.dtype)
+    chain = eagle.drafter(head.design, growth.chain(gamma), dtype=model.cache_dtype)
     return {
         "DFlash": block_draft(block, "dflash", model),
         "DSpark": block_draft(spark, "dspark", model),

@@ -55,7 +55,7 @@ def main() -> None:
     enable_cache()
     model, batch, nodes = load(args.target, dtype=args.dtype), args.batch, args.nodes
     slots = -(-(args.context + nodes) // 64) * 64
-    cache = model.target.init_cache(batch, slots, model.dtype)
+    cache = model.target.init_cache(batch, slots, model.cache_dtype)
     cache = cache.rewind(jnp.full(batch, args.context, jnp.int32))
     counts: list[int | None] = [math.ceil(p * batch) for p in args.packs]
     programs = {}

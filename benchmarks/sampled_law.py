@@ -60,7 +60,7 @@ def main() -> None:
 
 def _laws(model, ids: list[int], top_k: int) -> tuple[np.ndarray, np.ndarray]:
     """The laws ``[V]`` of the first and the second token, float64."""
-    cache = model.target.init_cache(1, 1, model.dtype)
+    cache = model.target.init_cache(1, 1, model.cache_dtype)
     first = _law(_last_logits(model, cache, jspec.chain(jnp.array([ids])), -1), top_k)
     tokens = np.flatnonzero(first)
     nodes = len(ids) + len(tokens)

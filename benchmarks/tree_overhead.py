@@ -39,7 +39,7 @@ def main() -> None:
     enable_cache()
     model = jspec.load(args.target, dtype=args.dtype)
     slots = -(-(args.context + args.nodes) // 64) * 64
-    cache = model.target.init_cache(1, slots, model.dtype)
+    cache = model.target.init_cache(1, slots, model.cache_dtype)
     cache = cache.rewind(jnp.array([args.context], jnp.int32))
     grower = growth.dynamic(args.nodes, args.depth, args.width)
     logits = jax.random.normal(jax.random.key(0), (args.width, DRAFT_VOCAB))

@@ -25,9 +25,10 @@ from jspec.models import Model, load
 
 def bounds(model: Model, chip: roofline.Chip, widths, context: int) -> dict[int, float]:
     """Milliseconds that a block of every width needs at least."""
-    size = jnp.dtype(model.dtype).itemsize
     cost = roofline.ModelCost.from_config(
-        model.config, bytes_per_weight=size, bytes_per_cache=size
+        model.config,
+        bytes_per_weight=jnp.dtype(model.dtype).itemsize,
+        bytes_per_cache=model.cache_dtype.itemsize,
     )
     steps = {n: roofline.step_cost(cost, rows=n, length=context) for n in widths}
     return {n: 1e3 * roofline.roofline_seconds(*s, chip) for n, s in steps.items()}

@@ -210,7 +210,7 @@ def verify_curve(
       repetitions, runs: as in ``terms``.
     """
     slots = -(-(context + max(widths)) // 64) * 64
-    cache = model.target.init_cache(batch, slots, model.dtype)
+    cache = model.target.init_cache(batch, slots, model.cache_dtype)
     cache = cache.rewind(jnp.full(batch, context, jnp.int32))
 
     def loop(width: int) -> Callable[[int], None]:

@@ -57,7 +57,7 @@ class Request:
             slots=self.slots,
             chunk=chunk_for(max(map(len, self.prompts))),
             log_prob=self.log_prob,
-            dtype=self.model.dtype,
+            dtype=self.model.cache_dtype,
         )
 
     def run(self, state: State, rounds: jax.Array) -> State:

@@ -25,7 +25,7 @@ from jax import lax
 from jspec import sampling as smp
 from jspec.models import rope
 from jspec.models.config import Config
-from jspec.models.linear import linear
+from jspec.models.linear import linear, looked_up
 from jspec.models.mlp import Mlp, gated
 from jspec.models.transformer import rms_norm
 from jspec.pallas import block_attention
@@ -140,7 +140,7 @@ def step(
       hidden: ``[B, E]`` of the token before it: the target's last hidden state after its
         final norm, or what this function returned.
     """
-    embedded = weights.embed[token] * jnp.asarray(design.embed_scale, hidden.dtype)
+    embedded = looked_up(weights.embed, token, hidden.dtype) * design.embed_scale
     x = linear(jnp.concatenate([embedded, hidden], -1), weights.enter)[:, None]
     for i, layer in enumerate(weights.layers):
         x = _layer(design, i, layer, seen[i], x)

@@ -20,7 +20,7 @@ from jspec.drafters.block_conv import Convs, around
 from jspec.drafters.block_reach import by_row, decoding
 from jspec.models import rope
 from jspec.models.config import Config
-from jspec.models.linear import Rows, linear
+from jspec.models.linear import Rows, linear, looked_up
 from jspec.models.transformer import Layer, mlp, output, project, rms_norm
 from jspec.types import Array
 
@@ -158,7 +158,7 @@ def body(
 
 def embedded(design: Design, params: Weights, token: Array) -> Array:
     """``[...] -> [..., M]``, the rows that enter the layers."""
-    x = params.embed[token].astype(params.final_norm.dtype)
+    x = looked_up(params.embed, token, params.final_norm.dtype)
     return (
         x if design.embed_scale == 1 else x * jnp.asarray(design.embed_scale, x.dtype)
     )

@@ -22,7 +22,7 @@ from jspec.drafters.growth import Grower
 from jspec.drafters.layers import Attention
 from jspec.drafters.recurrent import Net, recurrent
 from jspec.models.config import Config
-from jspec.models.linear import Rows, linear
+from jspec.models.linear import Rows, linear, looked_up
 from jspec.models.transformer import Layer, mlp, rms_norm
 from jspec.types import Array, Drafter
 
@@ -155,7 +155,8 @@ def step(
     attention, own = layers.attention(
         design.config, params.layers, cache, mask, position, before
     )
-    out = body(design, params, params.embed[token], hidden, attention)
+    e = looked_up(params.embed, token, hidden.dtype)
+    out = body(design, params, e, hidden, attention)
     return out, own()
 
 

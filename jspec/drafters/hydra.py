@@ -14,7 +14,7 @@ from flax import struct
 from jspec import tree
 from jspec.drafters.feature_heads import check, tree_drafter
 from jspec.drafters.growth import Grower
-from jspec.models.linear import linear
+from jspec.models.linear import linear, looked_up
 from jspec.tree import Topology
 from jspec.types import Array, Drafter
 
@@ -79,7 +79,8 @@ def hydra_output(weights: Hydra, k: int, feature: Array, path: Array) -> Array:
       path: ``[..., k + 1]`` int32 tokens.
     """
     head = weights.heads[k]
-    embeddings = weights.embed[path].reshape(*path.shape[:-1], -1)
+    embeddings = looked_up(weights.embed, path, feature.dtype)
+    embeddings = embeddings.reshape(*path.shape[:-1], -1)
     u = jnp.concatenate([feature, embeddings], -1)
     x = linear(u, head.skip, head.skip_bias)
     return x + jax.nn.silu(linear(u, head.weight, head.bias))

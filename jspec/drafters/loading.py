@@ -73,7 +73,7 @@ def load_drafter(name: str | Path | Model, target: Model, **options) -> Draft:
     model = name if isinstance(name, Model) else load(name, dtype=target.dtype)
     check_same_tokens(model, target)
     size = target.target.config.vocab_size
-    drafter = small_model(model.target, size, dtype=model.dtype, **options)
+    drafter = small_model(model.target, size, dtype=model.cache_dtype, **options)
     return Draft(drafter, model.params, model.name, size)
 
 
@@ -105,7 +105,7 @@ def block_draft(head: BlockHead, name: str, target: Model, **options) -> Draft:
     """
     if head.design.link is not None:
         options.setdefault("rows", head.design.block)
-    drafter = dflash.drafter(head.design, dtype=target.dtype, **options)
+    drafter = dflash.drafter(head.design, dtype=target.cache_dtype, **options)
     return Draft(drafter, head.weights, name, target.config.vocab_size)
 
 
@@ -117,7 +117,7 @@ def _draft(
     grower: Grower | Topology | None = None,
 ) -> Draft:
     """The drafter of a head."""
-    size, dtype = target.config.vocab_size, target.dtype
+    size, dtype = target.config.vocab_size, target.cache_dtype
     if isinstance(head, Medusa):
         tree = grower or _grower(gamma, len(head.heads))
         return Draft(medusa(head, size, tree), head, name, size)

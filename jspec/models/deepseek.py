@@ -29,7 +29,7 @@ from jspec.models import moe, rope
 from jspec.models import packed as packing
 from jspec.models.config import Config, Latent
 from jspec.models.latent import latent_attention
-from jspec.models.linear import linear
+from jspec.models.linear import linear, looked_up
 from jspec.models.mlp import Mlp
 from jspec.models.packed import Packed
 from jspec.models.transformer import Weights, mlp, readout, rms_norm
@@ -122,7 +122,8 @@ def score(
     position = packing.rows(pack, cache.length[:, None] + tree.depth(mask))
     turn = rope.turns(config.ropes[0], latent_sizes(config).rope_dim, position)
 
-    x = params.embed[packing.rows(pack, block.token)].astype(params.final_norm.dtype)
+    token = packing.rows(pack, block.token)
+    x = looked_up(params.embed, token, params.final_norm.dtype)
     streams, own = {0: x}, []
     for i, layer in enumerate(params.layers):
         cached = cache.latent[i], cache.length

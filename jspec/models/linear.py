@@ -1,4 +1,4 @@
-"""Products with weights stored ``[out, in]``, whole or in blocks of rows."""
+"""Products with weights stored ``[out, in]``, whole or in blocks of rows; embeddings."""
 
 from __future__ import annotations
 
@@ -101,6 +101,18 @@ def linear(x: Array, w: Array | Rows, bias: Array | None = None) -> Array:
         y = (parts[0] if len(parts) == 1 else jnp.concatenate(parts)).T
     y = y.reshape(*x.shape[:-1], math.prod(w.shape[:-1]))
     return y if bias is None else y + bias.reshape(-1)
+
+
+def looked_up(table: Array, token: Array, dtype) -> Array:
+    """Rows ``[..., M]`` of an embedding ``[V, M]`` in ``dtype``.
+
+    XLA:CPU gathers no narrow floats, and would first make a float32 copy of the table; it
+    does gather integers.
+    """
+    if table.dtype.itemsize != 2 or platform() != "cpu":
+        return table[token].astype(dtype)
+    bits = lax.bitcast_convert_type(table, jnp.uint16)[token]
+    return lax.bitcast_convert_type(bits, table.dtype).astype(dtype)
 
 
 def _narrow(x: Array, w: Array) -> Array:

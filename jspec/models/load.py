@@ -47,6 +47,12 @@ class Model:
     dtype: Any
 
     @property
+    def cache_dtype(self) -> Any:
+        """Of keys and values: ``dtype``, but float32 on a CPU, which would convert all of a
+        narrower cache to read or to write a part of it."""
+        return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" else self.dtype
+
+    @property
     def config(self) -> Config:
         """Sizes, windows and special ids: ``target.config``."""
         return self.target.config

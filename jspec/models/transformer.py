@@ -21,7 +21,7 @@ from jspec.cache import KV, KVCache
 from jspec.models import moe, rope
 from jspec.models import packed as packing
 from jspec.models.config import Config
-from jspec.models.linear import Rows, linear
+from jspec.models.linear import Rows, linear, looked_up
 from jspec.models.mlp import Mlp, gated
 from jspec.models.packed import Packed
 from jspec.pallas import block_attention
@@ -107,7 +107,8 @@ def score(
     position = packing.rows(pack, cache.length[:, None] + tree.depth(mask))
     turns = {r: rope.turns(r, config.head_dim, position) for r in set(config.ropes)}
 
-    x = params.embed[packing.rows(pack, block.token)].astype(params.final_norm.dtype)
+    token = packing.rows(pack, block.token)
+    x = looked_up(params.embed, token, params.final_norm.dtype)
     if config.embed_scale != 1.0:
         x = x * jnp.asarray(config.embed_scale, x.dtype)
     streams, ks, vs = {0: x}, [], []

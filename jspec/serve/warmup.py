@@ -67,7 +67,7 @@ class Programs:
         self._like = jax.eval_shape(one.prefill)
         # With nothing in common any prompt's will do; see ``warm_up``.
         self.nothing = prefixes.nothing(
-            self.params, model.target, self.draft.drafter, one.slots, model.dtype
+            self.params, model.target, self.draft.drafter, one.slots, model.cache_dtype
         )
 
     # --- requests -----------------------------------------------------------------
@@ -118,7 +118,7 @@ class Programs:
             slots=row.slots,
             chunk=chunk_for(len(prepared.prompt) - shared),
             log_prob=row.log_prob,
-            dtype=row.model.dtype,
+            dtype=row.model.cache_dtype,
             shardings=self._layout_of(1, self._like),
         )
         return state, Filled(state.cache, features)

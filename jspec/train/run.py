@@ -132,7 +132,7 @@ def _data(model: Model, rows: Rows, recipe: Recipe, options: Options, say):
             packing.batches(rows, options.batch, options.seed),
             target=model.target,
             taps=recipe.taps,
-            dtype=model.dtype,
+            dtype=model.cache_dtype,
         )
     say(f"features are kept in {options.cache}")
     cached = cache_features(
@@ -160,7 +160,7 @@ def _evaluation(model: Model, held, recipe: Recipe, head: Path, options: Options
         lambda i: rows.take(np.arange(i, i + size)),
         target=model.target,
         taps=recipe.taps,
-        dtype=model.dtype,
+        dtype=model.cache_dtype,
     )
     batches: list[Rows] = []
     key = jax.random.key(0)

@@ -191,7 +191,7 @@ def _write_part(
         plan=job.plan,
         rows=job.rows,
         part=job.part,
-        dtype=model.dtype,
+        dtype=model.cache_dtype,
     )
     while True:
         state = conversing.advance(

@@ -104,6 +104,23 @@ def test_products_with_narrow_weights_are_summed_in_float32(count, dtype):
     np.testing.assert_array_equal(narrow, y.astype(dtype))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_of_an_embedding(dtype):
+    table = jax.random.normal(jax.random.key(0), (30, 8)).astype(dtype)
+    token = jnp.array([[3, 29], [0, 3]])
+    rows = jax.jit(linear.looked_up, static_argnums=2)(table, token, jnp.float32)
+    np.testing.assert_array_equal(rows, np.asarray(table, np.float32)[token])
+
+
+def test_looking_up_makes_no_wide_copy_of_the_table():
+    table = jnp.ones((300, 64), jnp.bfloat16)
+    look = jax.jit(linear.looked_up, static_argnums=2)
+    for count in (1, 3):
+        token = jnp.ones(count, int)
+        text = look.lower(table, token, jnp.float32).compile().as_text()
+        assert "f32[300,64]" not in text
+
+
 def test_the_stream_of_a_narrow_model_is_wide_on_a_cpu(tmp_path):
     """Norms stay float32, and so does what is added up from layer to layer."""
     folder = models.save(tiny.model(seed=1, **WIDE), tmp_path)
@@ -115,5 +132,6 @@ def test_the_stream_of_a_narrow_model_is_wide_on_a_cpu(tmp_path):
         found.append(m.target.score(m.params, cache, block, taps=(1, -1)))
         assert found[-1].features.dtype == jnp.float32
         assert found[-1].kv.k[0].dtype == m.dtype
+        assert m.cache_dtype == jnp.float32
     size = float(jnp.std(found[0].logits))
     np.testing.assert_allclose(found[1].logits, found[0].logits, atol=0.1 * size)
