@@ -201,7 +201,8 @@ def score_live(
     ]
     for count in {math.ceil(p * batch) for p in shape.packs}:
         if count < batch * shape.nodes:
-            ways.append((count, lambda n=count: score(part, packed=n), live <= count))
+            pack = functools.partial(score, part, packed=count)
+            ways.append((count, pack, live <= count))
     if not ways:
         return narrow(shape.nodes)
     ways.sort(key=lambda way: way[0])

@@ -289,17 +289,23 @@ def schedule(
 
 
 def schedule_here(
-    draft: Draft, model: Model, batch: int, *, context: int = 256, **options
+    draft: Draft,
+    model: Model,
+    batch: int,
+    *,
+    context: int = 256,
+    packs: tuple[float, ...] = PACKS,
+    **options,
 ) -> Draft:
     """``schedule`` for batches of a size on this device, whose costs are measured now.
 
     Args:
       draft: proposes chains.  model: the target.
       batch: sequences decoded together.  context: tokens in every cache, for the costs.
-      options: of ``schedule``; ``packs`` are ``PACKS`` unless given.
+      packs, options: of ``schedule``.
     """
     nodes = draft.drafter.shape.nodes
     widths = sorted({1, 2, max(nodes // 2, 3), max(nodes, 4)})
     found = costs.measured(model, batch=batch, widths=widths, context=context)
-    packs = tuple(p for p in PACKS if p < nodes)
-    return schedule(draft, costs.table(found), **({"packs": packs} | options))
+    packs = tuple(p for p in packs if p < nodes)
+    return schedule(draft, costs.table(found), packs=packs, **options)
