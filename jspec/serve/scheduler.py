@@ -216,7 +216,8 @@ def scheduled(
 ) -> Drafter:
     """``drafter`` with its chains cut where the batch has no use for the rest.
 
-    Shapes stay fixed: what is not scheduled is dead, and ``packs`` save its rows. Its params are ``Params``.
+    Shapes stay fixed: what is not scheduled is dead, and ``packs`` save its rows. Its
+    params are ``Params``.
 
     Args:
       drafter: proposes chains.

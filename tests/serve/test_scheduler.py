@@ -1,5 +1,7 @@
 """Schedules: what they choose, and that they keep the target's law exactly."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,10 @@ import pytest
 
 import jspec
 from jspec import verify
+from jspec.drafters.loading import block_draft
 from jspec.serve import costs, scheduler
 from jspec.testing import Scheme, branching, emitted_laws, random_law, tiny
+from jspec.train.block_starts import fresh_dflash, with_markov
 
 POLICIES = [scheduler.early_stop, scheduler.stale_capacity, scheduler.columns]
 LINEAR = costs.table({1: 1.0, 64: 4.0})
@@ -184,6 +188,28 @@ def test_coupled_text_of_a_scheduled_drafter_is_plain_sampling(sizes):
     got = jspec.generate(MODEL, draft, PROMPTS, rule=verify.coupled, **options)
     assert got.tokens == want.tokens
     assert 0 < got.stats.proposed < 3 * got.stats.rounds
+
+
+def test_a_drafter_with_a_confidence_head_is_cut_by_what_it_says():
+    ids, key = np.arange(40, dtype=np.int32), jax.random.key(7)
+    head = with_markov(fresh_dflash(MODEL, (0, 1), ids, 60, key, block=3), key, 4)
+    spark = block_draft(head, "spark", MODEL)
+    draft = scheduler.schedule_here(spark, MODEL, len(PROMPTS), context=8)
+    assert draft.drafter.shape.packs == (1.0, 1.5, 2.0, 3.0)
+    assert list(draft.params.table.rows) == [3, 6, 9, 12]
+    sure = spark.params.confidence
+    options = dict(max_new_tokens=12, temperature=0.7, seed=5)
+    want = jspec.generate(MODEL, None, PROMPTS, **options)
+    proposed = []
+    for bias in (-9.0, 9.0):  # no draft is trusted, all are
+        confident = dataclasses.replace(sure, bias=jnp.full_like(sure.bias, bias))
+        params = dataclasses.replace(spark.params, confidence=confident)
+        cut = spark._replace(params=params)
+        cut = scheduler.schedule(cut, LINEAR, packs=(1.0, 2.0))
+        got = jspec.generate(MODEL, cut, PROMPTS, rule=verify.coupled, **options)
+        assert got.tokens == want.tokens
+        proposed.append(got.stats.proposed / got.stats.rounds)
+    assert proposed[0] < 0.5 and proposed[1] > 1.5
 
 
 def test_what_cannot_be_scheduled_is_refused():
