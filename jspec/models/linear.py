@@ -84,7 +84,8 @@ def linear(x: Array, w: Array | Rows, bias: Array | None = None) -> Array:
 
     With few rows ``x`` it is written as ``(w @ x.T).T``, the form that XLA:CPU turns into a
     matrix-vector product at full bandwidth on every supported JAX. With many rows that
-    would leave a result in the wrong order for all that follows.
+    would leave a result in the wrong order for all that follows. For weights of two bytes
+    see ``_narrow``.
     """
     width = x.shape[-1]
     flat = x.reshape(-1, width)

@@ -62,8 +62,8 @@ class Weights:
     """A model's weights: ``embed [V, M]``, layers, ``final_norm [M]``, ``head [V, M]``.
 
     ``head`` is None when it is the embedding. The residual stream has the dtype of
-    ``final_norm``, which may be wider than that of the products. Layers are ``Layer`` of this file or of
-    ``deepseek``.
+    ``final_norm``, which may be wider than that of the products. Layers are ``Layer`` of
+    this file or of ``deepseek``.
     """
 
     embed: Array

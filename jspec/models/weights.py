@@ -71,8 +71,9 @@ def build(config: Config, source: Checkpoint, dtype, parts: int = 1) -> Weights:
 
 
 def _put(path: names.Path, host: np.ndarray, parts: int) -> jax.Array | Rows:
-    """An array on the device, cut into blocks if it is a product of a layer."""
-    if names.PRODUCTS.get(str(path[-1])) != host.ndim:
+    """An array on the device, cut into blocks if it is a float32 product of a layer."""
+    product = names.PRODUCTS.get(str(path[-1])) == host.ndim
+    if not product or host.dtype != np.float32:
         return jax.device_put(host)
     return in_rows(host, parts)
 
