@@ -112,6 +112,8 @@ def looked_up(table: Array, token: Array, dtype) -> Array:
     """
     if table.dtype.itemsize != 2 or platform() != "cpu":
         return table[token].astype(dtype)
+    # The barrier keeps a loop from casting the whole table, which is a copy, ahead of it.
+    table, token = lax.optimization_barrier((table, token))
     bits = lax.bitcast_convert_type(table, jnp.uint16)[token]
     return lax.bitcast_convert_type(bits, table.dtype).astype(dtype)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jspec.pallas import reference, tiles, tpu
+from jspec.pallas import live, reference, tiles, tpu
 from jspec.types import Array
 
 IMPLEMENTATIONS = {
@@ -71,7 +71,10 @@ def block_attention(
     reason = obstacle(name, q, k_cache, k_block, window)
     if reason is not None:
         raise NotImplementedError(f"impl {name!r}: {reason}")
-    return IMPLEMENTATIONS[name](
+    attend = IMPLEMENTATIONS[name]
+    if name == "xla" and platform() == "cpu":
+        attend = live.block_attention
+    return attend(
         q,
         k_cache,
         v_cache,

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from jspec import tree
-from jspec.pallas import IMPLEMENTATIONS, block_attention, choose, obstacle
+from jspec.pallas import (
+    IMPLEMENTATIONS,
+    block_attention,
+    choose,
+    live,
+    obstacle,
+    reference,
+)
 
 GARBAGE = 1e30
 
@@ -164,3 +171,30 @@ def test_an_unknown_implementation_is_refused():
     *arrays, masks = inputs(1, *SHAPES["grouped"])
     with pytest.raises(ValueError, match="cuda"):
         block_attention(*arrays, masks["chain"], scale=1.0, impl="cuda")
+
+
+@pytest.mark.parametrize("longest", [0, 1, 128, 129, 256, 257, 300])
+@pytest.mark.parametrize("extra", [{}, {"window": 40}])
+def test_a_large_cache_is_read_as_far_as_it_is_live(longest, extra):
+    q, k_cache, v_cache, _, k, v, masks = inputs(3, 2, 5, 6, 2, 8, 300)
+    length = jnp.array([longest // 2, longest])
+    dead = jnp.arange(300) >= length[:, None]
+    k_cache = jnp.where(dead[:, None, None], GARBAGE, jnp.sin(k_cache))
+    v_cache = jnp.where(dead[:, None, :, None], GARBAGE, jnp.cos(v_cache))
+    arguments = q, k_cache, v_cache, length, k, v, masks["tree"]
+    got = jax.jit(lambda *a: block_attention(*a, scale=0.3, **extra))(*arguments)
+    wanted = reference.block_attention(*arguments, scale=0.3, **extra)
+    np.testing.assert_allclose(got, wanted, atol=1e-6)
+    if longest <= 256:  # slots beyond the next of `sizes` are not even read
+        nan = jnp.full_like(v_cache, jnp.nan)
+        read = next(size for size in live.sizes(300) if size >= longest)
+        v_cache = jnp.where(jnp.arange(300)[:, None] < read, v_cache, nan)
+        arguments = q, k_cache, v_cache, *arguments[3:]
+        got = live.block_attention(*arguments, scale=0.3, **extra)
+        np.testing.assert_allclose(got, wanted, atol=1e-6)
+
+
+def test_sizes_double_up_to_the_slots():
+    assert live.sizes(64) == [64]
+    assert live.sizes(128) == [128]
+    assert live.sizes(832) == [128, 256, 512, 832]
