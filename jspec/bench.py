@@ -269,7 +269,9 @@ def _duel(model, one: Method, given, slots, settings: Settings, pairs: list) -> 
 def _warn(one: Method, pairs: Sequence[trial.Pair], done: dict, say: Callable) -> None:
     ours = trial.summarise(pairs).ours
     if not done["lossless"]:
-        say(f"WARNING: {one.name} does not keep the target's text or law")
+        say(
+            f"WARNING: {one.name} does not keep the target's text or law{_rounded(done)}"
+        )
     elif done["temperature"] and done["first_divergence"] is not None:
         say(
             f"WARNING: with {one.name} a sample differs from plain sampling from token "
@@ -281,3 +283,11 @@ def _warn(one: Method, pairs: Sequence[trial.Pair], done: dict, say: Callable) -
         say(f"WARNING: {one.name} never drafted anything; this is plain decoding")
     elif not ours.accepted:
         say(f"WARNING: no draft of {one.name} was ever accepted")
+
+
+def _rounded(done: dict) -> str:
+    """What else may have parted two texts than a fault."""
+    if done["dtype"] == "float32" or done["max_logit_gap"] is None:
+        return ""
+    gap = f"logits up to {done['max_logit_gap']:.2g} apart"
+    return f" ({gap}: see whether float32 does; {done['dtype']} rounds by block width)"

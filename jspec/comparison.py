@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from rich.table import Table
 
-from jspec import trial
+from jspec import report, trial
 from jspec.drafters.draft import Draft
 from jspec.models import Model
 from jspec.record import Method, Settings
@@ -129,7 +129,7 @@ def table(records: Sequence[dict]) -> Table:
         caption="feat.: does it read the target's hidden states? T_draft: milliseconds a "
         "round. tau: tokens a target forward, bonus included. accepted: share of rounds "
         "that kept at least 1, 2, 3 drafts. speed-up: over our own plain decoding. "
-        "lossless: text compared with that. MB: the drafter's own weights and state.",
+        "lossless: text compared with that, and the gap between logits where it parts. MB: the drafter's own weights and state.",
         caption_justify="left",
     )
     for name in ("method", "draft", "feat."):
@@ -160,7 +160,7 @@ def _row(r: dict) -> list[str]:
         " ".join(f"{share:.2f}" for share in shares[:_DEPTHS]),
         number("tokens_per_s", ".1f"),
         f"{r['speedup']:.2f}x",
-        "yes" if r["lossless"] else "NO",
+        report.kept(r),
         number("memory_mb", ".1f"),
     ]
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import jspec
-from jspec import bench, drafters, judging, measure, record, trial, verify
+from jspec import bench, drafters, judging, measure, record, report, trial, verify
 from jspec.prompts import DEFAULT, Question, load_prompts
 from jspec.testing import tiny
 from jspec.types import DraftShape
@@ -93,6 +93,8 @@ def test_every_method_gets_one_line_with_the_fields_of_the_contract(tmp_path, ca
     said = capsys.readouterr()
     assert "bonus included" in said.out
     assert "gullible does not keep the target's text" in said.err
+    assert report.kept(ngram) == "yes"
+    assert report.kept(lossy) == f"NO, {lossy['max_logit_gap']:.2g}"
 
 
 def test_above_temperature_0_the_rule_decides_what_is_lossless():
