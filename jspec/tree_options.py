@@ -157,6 +157,8 @@ def main(
     description: str | None,
     head: str,
     argv: Sequence[str] | None = None,
+    *,
+    limit: int | None = None,
     **defaults: Any,
 ) -> int:
     """Runs an experiment with a head; returns the exit status.
@@ -165,8 +167,10 @@ def main(
       description: shown by ``--help``.
       head: name of the head in ``checkpoints/`` that is used without ``--drafter``.
       argv: arguments, by default those of the process.
+      limit: prompts that are used without ``--limit``; None for all.
       **defaults: of ``add_tree_arguments``.
     """
-    parser = bench.argument_parser(description, {"drafter": str(HEADS / head)})
+    given = {"drafter": str(HEADS / head), "limit": limit}
+    parser = bench.argument_parser(description, given)
     add_tree_arguments(parser, **defaults)
     return bench.main(parser, tree_methods, argv)

@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jspec.models.config import Rope
+from jspec.pallas import platform
 from jspec.types import Array
 
 
@@ -35,9 +37,25 @@ def turns(rope: Rope, dim: int, position: Array) -> Turns:
     else:
         frequency = jnp.asarray(frequencies(rope, dim), jnp.float32)
     angle = (position[..., None].astype(jnp.float32) * frequency)[:, :, None, :]
-    return Turns(
-        jnp.cos(angle) * rope.attention_factor, jnp.sin(angle) * rope.attention_factor
-    )
+    cos, sin = _cos_sin(angle) if platform() != "cpu" else _once(angle)
+    return Turns(cos * rope.attention_factor, sin * rope.attention_factor)
+
+
+def _cos_sin(angle: Array) -> tuple[Array, Array]:
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _once(angle: Array) -> tuple[Array, Array]:
+    """``_cos_sin``, computed once.
+
+    XLA:CPU would compute it anew for every head of every layer, a tenth of a prefill. It
+    keeps what a branch returns; angles that are all 0 are the other branch.
+    """
+
+    def still(angle: Array) -> tuple[Array, Array]:
+        return jnp.ones_like(angle), jnp.zeros_like(angle)
+
+    return lax.cond(jnp.any(angle != 0), _cos_sin, still, angle)
 
 
 def rotate(x: Array, turn: Turns) -> Array:
