@@ -4,7 +4,7 @@ In every round the --nodes most probable combinations of the heads' guesses are 
 --tree static is the published tree of 63 drafts, --tree chain drafts --depth tokens in a
 row.
 
-    python experiments/medusa.py --nodes 4 8 16 --limit 12
+    python experiments/medusa.py --dtype bfloat16 --nodes 4 8 16 --limit 12
 """
 
 import sys
@@ -14,4 +14,4 @@ from jspec.tree_options import main
 
 if __name__ == "__main__":
     head = "medusa-smollm2-135m"
-    sys.exit(main(__doc__, head, depth=4, static=MEDUSA_63))
+    sys.exit(main(__doc__, head, limit=18, depth=4, static=MEDUSA_63))

@@ -1,10 +1,10 @@
 """Multi-token prediction: a module like DeepSeek-V3's, used again for every token drafted.
 
 The module reads the target's last hidden state and the next token's embedding, and shares
-embedding and head with the target. --tree dynamic verifies the --nodes most probable
-continuations instead of a chain of --depth.
+embedding and head with the target. The --nodes most probable continuations are verified; --tree
+chain drafts --depth tokens in a row instead, sampled where --temperature is above 0.
 
-    python experiments/mtp.py --depth 2 --limit 12
+    python experiments/mtp.py --dtype bfloat16 --nodes 4 6 8 --limit 12
 """
 
 import sys
@@ -12,4 +12,5 @@ import sys
 from jspec.tree_options import main
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, "mtp-smollm2-135m", kind="chain", depth=2))
+    head = "mtp-smollm2-135m"
+    sys.exit(main(__doc__, head, limit=18, nodes=(6,), depth=2, width=3))

@@ -43,4 +43,5 @@ def test_a_shipped_head_drafts(config):
     draft = jspec.load_drafter(folder, target())
     out = jspec.generate(target(), draft, PROMPT, max_new_tokens=48)
     assert out.tokens == plain()
-    assert out.stats.acceptance_by_depth[0] > 0.2
+    # Weights in the wrong place guess next to nothing; the weakest of these heads, 0.14.
+    assert out.stats.acceptance_by_depth[0] > 0.1
