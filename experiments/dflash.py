@@ -12,4 +12,4 @@ import sys
 from jspec.block_options import main
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, "dflash-smollm2-135m"))
+    sys.exit(main(__doc__, "dflash-smollm2-135m", limit=12))

@@ -13,4 +13,4 @@ import sys
 from jspec.block_options import main
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, "dspark-smollm2-135m", least=(0.0, 0.4)))
+    sys.exit(main(__doc__, "dspark-smollm2-135m", limit=12, least=(0.0, 0.4)))

@@ -13,4 +13,4 @@ from jspec.tree_options import main
 
 if __name__ == "__main__":
     head = "eagle3-smollm2-135m"
-    sys.exit(main(__doc__, head, limit=18, depth=2, width=3))
+    sys.exit(main(__doc__, head, limit=12, depth=2, width=3))

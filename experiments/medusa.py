@@ -14,4 +14,4 @@ from jspec.tree_options import main
 
 if __name__ == "__main__":
     head = "medusa-smollm2-135m"
-    sys.exit(main(__doc__, head, limit=18, depth=4, static=MEDUSA_63))
+    sys.exit(main(__doc__, head, limit=12, depth=4, static=MEDUSA_63))

@@ -82,12 +82,15 @@ def main(
     description: str | None,
     head: str,
     argv: Sequence[str] | None = None,
+    *,
+    limit: int | None = None,
     least: Sequence[float] = (0.0,),
 ) -> int:
     """Runs an experiment with a block-diffusion drafter; returns the exit status.
 
     Arguments as of ``tree_options.main``; ``least`` as of ``add_block_arguments``.
     """
-    parser = bench.argument_parser(description, {"drafter": str(HEADS / head)})
+    given = {"drafter": str(HEADS / head), "limit": limit}
+    parser = bench.argument_parser(description, given)
     add_block_arguments(parser, least)
     return bench.main(parser, block_methods, argv)
