@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from rich.progress import Progress
 
 from jspec import record, report, text, trial, verify
@@ -199,7 +200,8 @@ def run(
     with record.lines(settings.json) as file:
         for one in methods:
             pairs: list[trial.Pair] = []
-            title = f"{one.name} on {model.name}, temperature {settings.temperature:g}"
+            title = f"{one.name} on {model.name} in {jnp.dtype(model.dtype).name}"
+            title += f", temperature {settings.temperature:g}"
             try:
                 _duel(model, one, given, slots, settings, pairs)
                 done = record.record(model, one, pairs, slots, settings)

@@ -90,7 +90,7 @@ def main(
 
     Arguments as of ``tree_options.main``; ``least`` as of ``add_block_arguments``.
     """
-    given = {"drafter": str(HEADS / head), "limit": limit}
+    given = {"drafter": str(HEADS / head), "limit": limit, "dtype": "auto"}
     parser = bench.argument_parser(description, given)
     add_block_arguments(parser, least)
     return bench.main(parser, block_methods, argv)

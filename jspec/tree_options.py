@@ -170,7 +170,7 @@ def main(
       limit: prompts that are used without ``--limit``; None for all.
       **defaults: of ``add_tree_arguments``.
     """
-    given = {"drafter": str(HEADS / head), "limit": limit}
+    given = {"drafter": str(HEADS / head), "limit": limit, "dtype": "auto"}
     parser = bench.argument_parser(description, given)
     add_tree_arguments(parser, **defaults)
     return bench.main(parser, tree_methods, argv)

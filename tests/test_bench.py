@@ -6,7 +6,17 @@ import jax.numpy as jnp
 import pytest
 
 import jspec
-from jspec import bench, drafters, judging, measure, record, report, trial, verify
+from jspec import (
+    arguments,
+    bench,
+    drafters,
+    judging,
+    measure,
+    record,
+    report,
+    trial,
+    verify,
+)
 from jspec.prompts import DEFAULT, Question, load_prompts
 from jspec.testing import tiny
 from jspec.types import DraftShape
@@ -245,3 +255,16 @@ def test_the_record_says_where_it_was_made():
     commit = record.commit()
     assert commit is None or len(commit.removesuffix("-dirty")) == 40
     assert jnp.dtype(MODEL.dtype).name == "float32"
+
+
+def test_auto_is_the_precision_that_scores_blocks_fastest(tmp_path, monkeypatch):
+    flags = tmp_path / "cpuinfo"
+    monkeypatch.setattr(arguments, "_CPU", flags)
+    parser = bench.argument_parser(None, {"dtype": "auto"})
+    assert parser.parse_args([]).dtype == "float32"  # says nothing of its units
+    flags.write_text("flags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n")
+    assert parser.parse_args([]).dtype == "bfloat16"
+    assert parser.parse_args(["--dtype", "float32"]).dtype == "float32"
+    assert bench.argument_parser(None).parse_args([]).dtype is None
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--dtype", "int8"])
