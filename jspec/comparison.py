@@ -129,7 +129,8 @@ def table(records: Sequence[dict]) -> Table:
         caption="feat.: does it read the target's hidden states? T_draft: milliseconds a "
         "round. tau: tokens a target forward, bonus included. accepted: share of rounds "
         "that kept at least 1, 2, 3 drafts. speed-up: over our own plain decoding. "
-        "lossless: text compared with that, and the gap between logits where it parts. MB: the drafter's own weights and state.",
+        "lossless: text compared with that, and the gap between logits where it parts. "
+        "MB: the drafter's own weights and state.",
         caption_justify="left",
     )
     for name in ("method", "draft", "feat."):
