@@ -5,7 +5,7 @@ In every round the head looks at the most probable continuations, level by level
 and weights in bfloat16 if it has AMX; --nodes 60 --depth 8 --width 10 is the published setting
 for a GPU. Without --limit, two prompts of every category are decoded.
 
-    python experiments/eagle2.py --dtype bfloat16 --nodes 4 8 16
+    python experiments/eagle2.py --nodes 4 8 16
 """
 
 import sys

@@ -4,7 +4,7 @@ Runs the head at --drafter with the tree that --tree names: "dynamic" lets the h
 confidence decide which --nodes are verified (EAGLE-2's and -3's way), "chain" drafts
 --depth tokens in a row, sampled from the head's law where --temperature is above 0.
 
-    python experiments/eagle3.py --dtype bfloat16 --nodes 8 16 --limit 12
+    python experiments/eagle3.py --nodes 8 16 --limit 12
 """
 
 import sys

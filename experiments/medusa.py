@@ -4,7 +4,7 @@ In every round the --nodes most probable combinations of the heads' guesses are 
 --tree static is the published tree of 63 drafts, --tree chain drafts --depth tokens in a
 row.
 
-    python experiments/medusa.py --dtype bfloat16 --nodes 4 8 16 --limit 12
+    python experiments/medusa.py --nodes 4 8 16 --limit 12
 """
 
 import sys

@@ -4,7 +4,7 @@ The module reads the target's last hidden state and the next token's embedding, 
 embedding and head with the target. The --nodes most probable continuations are verified; --tree
 chain drafts --depth tokens in a row instead, sampled where --temperature is above 0.
 
-    python experiments/mtp.py --dtype bfloat16 --nodes 4 6 8 --limit 12
+    python experiments/mtp.py --nodes 4 6 8 --limit 12
 """
 
 import sys

@@ -9,7 +9,7 @@ from jspec import bench
 from jspec.drafters import load_drafter
 from jspec.models import Model
 from jspec.serve.scheduler import schedule_here
-from jspec.tree_options import HEADS, find_head
+from jspec.tree_options import find_head, head_parser
 
 
 def add_block_arguments(
@@ -90,7 +90,6 @@ def main(
 
     Arguments as of ``tree_options.main``; ``least`` as of ``add_block_arguments``.
     """
-    given = {"drafter": str(HEADS / head), "limit": limit, "dtype": "auto"}
-    parser = bench.argument_parser(description, given)
+    parser = head_parser(description, head, limit)
     add_block_arguments(parser, least)
     return bench.main(parser, block_methods, argv)

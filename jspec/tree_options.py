@@ -153,6 +153,14 @@ def _draw(model: Model, method: bench.Method, args: argparse.Namespace) -> None:
         report.console().print(draw.terminal(one, name))
 
 
+def head_parser(
+    description: str | None, head: str, limit: int | None
+) -> argparse.ArgumentParser:
+    """The options of an experiment with ``head``; see ``main``."""
+    given = {"drafter": str(HEADS / head), "limit": limit, "dtype": "auto"}
+    return bench.argument_parser(description, given)
+
+
 def main(
     description: str | None,
     head: str,
@@ -170,7 +178,6 @@ def main(
       limit: prompts that are used without ``--limit``; None for all.
       **defaults: of ``add_tree_arguments``.
     """
-    given = {"drafter": str(HEADS / head), "limit": limit, "dtype": "auto"}
-    parser = bench.argument_parser(description, given)
+    parser = head_parser(description, head, limit)
     add_tree_arguments(parser, **defaults)
     return bench.main(parser, tree_methods, argv)

@@ -31,7 +31,8 @@ def block_attention(
     """``reference.block_attention`` over the fewest of ``sizes`` that hold every live slot.
 
     One program has a branch for each. Dead slots cost what live ones cost: products, and an
-    exponential for every head and row.
+    exponential for every head and row. Shapes are those of ``jspec.pallas.block_attention``;
+    ``block`` is ``k_block, v_block, mask``.
     """
 
     def over(size: int) -> Array:
