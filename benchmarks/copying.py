@@ -80,6 +80,7 @@ def _loop(drafter: Drafter, params, text: np.ndarray) -> Callable[[int], None]:
 
 def _draft(drafter: Drafter, given, length, zero):
     params, tokens = given
+    tokens = timing.depending(tokens, zero)
     context = Context(tokens, length + zero, None)
     key = jax.random.split(jax.random.key(0), 1)
     block, _ = drafter.propose(params, None, key, context)

@@ -26,6 +26,7 @@ from jspec.train.starts import fresh_eagle3
 from jspec.types import Feedback, Verdict
 
 TEXT = 100  # tokens before the block
+SMALL = 1 << 14  # larger parts of a state are its caches
 
 
 def drafts(model, gamma: int, vocab: int) -> dict[str, jspec.Draft]:
@@ -62,8 +63,10 @@ def loop(model, draft: jspec.Draft):
 
 
 def _step(drafter, given, state, zero):
-    params, options, text, features = given
-    context = jspec.Context(text + zero, jnp.array([TEXT]), options)
+    params, *inputs = given
+    options, text, features = timing.depending(inputs, zero)
+    state = timing.depending(state, zero, SMALL)
+    context = jspec.Context(text, jnp.array([TEXT]), options)
     key = jax.random.split(jax.random.key(2), 1)
     block, drafted = drafter.propose(params, state, key, context)
     path = jnp.where(jnp.arange(drafter.shape.depth + 1) == 0, 0, -1)[None]

@@ -44,7 +44,7 @@ def lines(
     for pair in trial.duel(model, draft, None, given, slots=slots, max_new_tokens=new):
         ours, plain = pair.ours.stats, pair.plain.stats
         terms = measure.terms(
-            model, draft, pair.batch.prompts, slots=slots, repetitions=12, runs=1
+            model, draft, pair.batch.prompts, slots=slots, runs=12
         ).at(measure.width_shares(draft.drafter.shape, ours.lengths))
         counts = {"tokens": ours.new_tokens, "rounds": ours.rounds}
         walls = {"seconds": ours.seconds, "plain_seconds": plain.seconds}
@@ -127,6 +127,7 @@ def main() -> int:
             found = lines(model, draft, prompts, args.max_new_tokens, args.runs)
             records.append(summary(Path(name).name, draft, found))
             record.append(file, records[-1])
+            print(f"{records[-1]['drafter']}: {records[-1]['ratio']:.3f}", flush=True)
     if args.json:
         written = Path(args.json).read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in written]

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 # Questions over several categories, small enough to come with the package.
 DEFAULT = Path(__file__).parent / "data" / "prompts.jsonl"
+# Beginnings of questions of all kinds, for a target that finishes them itself.
+OPENINGS = Path(__file__).parent / "data" / "openings.jsonl"
 
 
 class Question(NamedTuple):

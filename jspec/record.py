@@ -64,7 +64,7 @@ def record(
     total = trial.summarise(pairs)
     ours, shape = total.ours, request.draft.drafter.shape
     shares = measure.width_shares(shape, ours.lengths, settings.batch)
-    few = {"repetitions": 3, "runs": 2} if settings.smoke else {}
+    few = {"runs": 4} if settings.smoke else {}
     terms = measure.terms(
         model, one.draft, prompts, rule=one.rule, slots=slots, **few, **sampling
     ).at(shares)

@@ -46,8 +46,11 @@ def in_turn(
 ) -> dict[Any, float]:
     """Median milliseconds of one step of every loop, taking turns.
 
+    What a call costs without a step is taken off. With one step a call, each finds the
+    processor's caches as another has left them; with many, as it left them itself.
+
     Args:
-      programs: name to a function that runs so many steps and waits for them.
+      programs: name to a function that runs so many steps, or none, and waits for them.
       repetitions: steps a call.  runs: timed calls of each loop.
 
     Raises:
@@ -60,7 +63,8 @@ def in_turn(
     times: dict[Any, list[float]] = {name: [] for name in programs}
     for _ in range(runs):
         for name, loop in programs.items():
-            times[name].append(_seconds(loop, repetitions))
+            call = min(_seconds(loop, 0) for _ in range(3))
+            times[name].append(max(_seconds(loop, repetitions) - call, 0.0))
     return {n: 1e3 * statistics.median(t) / repetitions for n, t in times.items()}
 
 
@@ -106,6 +110,27 @@ def _program(step: Step, static: tuple) -> Callable:
         return lax.fori_loop(0, count, body, (carry, jnp.int32(0)))
 
     return many
+
+
+def depending(tree: Any, zero: Array, most: int | None = None) -> Any:
+    """The same arrays, depending on the step before.
+
+    What a loop never changes XLA computes once, before it: a step that reads such arrays
+    would be timed without what it makes of them alone.
+
+    Args:
+      tree: arrays; those that are no numbers stay as they are.
+      zero: as a ``Step`` is given it.
+      most: leave out arrays of more elements, which would be copied; None is none.
+    """
+
+    def plus(x: Array) -> Array:
+        is_number = jnp.issubdtype(x.dtype, jnp.number)
+        return x + zero.astype(x.dtype) if is_number else x
+
+    return jax.tree.map(
+        lambda x: plus(x) if most is None or x.size <= most else x, tree
+    )
 
 
 def _zero(results: Any) -> Array:

@@ -165,12 +165,17 @@ def test_batches_hold_one_category_and_take_turns():
 
 
 def test_terms_are_of_rounds_of_every_width():
-    few = {"rule": verify.walk, "slots": 64, "repetitions": 2, "runs": 1}
+    few = {"rule": verify.walk, "slots": 64, "runs": 3}
     terms = measure.terms(MODEL, NGRAM, [[1, 2, 3]], **few)
-    assert min(terms.ar, terms.draft, terms.verify, terms.round) > 0
+    assert min(terms.ar, terms.draft, terms.verify, terms.round) >= 0
     narrow, full = terms.widths
     assert (narrow.nodes, full.nodes) == (1, NGRAM.drafter.shape.nodes)
     assert (full.verify, full.round) == (terms.verify, terms.round)
+
+
+def test_terms_of_rounds_are_means_over_widths():
+    narrow, full = measure.Width(1, 2.0, 3.0), measure.Width(4, 4.0, 6.0)
+    terms = measure.Terms(2.0, 1.0, full.verify, full.round, (narrow, full))
     half = terms.at((0.5, 0.5))
     assert half.verify == pytest.approx((narrow.verify + full.verify) / 2)
     assert half.overhead == half.round / (half.draft + half.verify)

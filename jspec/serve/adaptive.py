@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-BUDGET = 0.02  # of all time may be lost by trying
+BUDGET = 0.005  # of all time may be lost by trying
 _FIRST, _MOST = 5.0, 10.0  # plain rounds in the account: at the start, at most
 _NEWEST = 0.2  # weight of the latest round in the mean gain
 _DRIFT = 0.1  # weight of the latest round in the mean cost
@@ -39,7 +39,7 @@ class Cost(NamedTuple):
     def measured(self, kind: str, seconds: float) -> Cost:
         """The costs after a round of a ``kind``, the name of a field."""
         mean = getattr(self, kind)
-        if not mean / _OUTLIER < seconds < mean * _OUTLIER:
+        if not _is_likely(seconds, mean):
             return self
         return self._replace(**{kind: mean + _DRIFT * (seconds - mean)})
 
@@ -65,7 +65,13 @@ def speculate(history: History, cost: Cost) -> bool:
 
 
 def observe(
-    history: History, cost: Cost, *, drafted: bool, tau: float, resumed: bool = False
+    history: History,
+    cost: Cost,
+    *,
+    drafted: bool,
+    tau: float,
+    resumed: bool = False,
+    seconds: float | None = None,
 ) -> History:
     """The history after a round with a drafter.
 
@@ -74,14 +80,22 @@ def observe(
       drafted: was anything proposed?
       tau: tokens emitted a running request.
       resumed: was it the first after a pause?
+      seconds: it took. None, or what something else must have held up, counts as the
+        costs say. The first rounds after a pause take longer than others do.
     """
     took = (cost.drafted if drafted else cost.idle) + resumed * cost.resume
+    if seconds is not None and _is_likely(seconds, took):
+        took = seconds
     rounds = took / cost.plain
     now = tau / rounds
     mean = history.gain + _NEWEST * (now - history.gain)
     gain = now if history.gain == float("inf") else mean
     account = history.account + BUDGET * rounds + tau - rounds
     return History(gain, min(account, _MOST))
+
+
+def _is_likely(seconds: float, mean: float) -> bool:
+    return mean / _OUTLIER < seconds < mean * _OUTLIER
 
 
 def rest(history: History) -> History:
@@ -132,7 +146,8 @@ class Governor:
                 self.costs[size] = cost.measured(kind, seconds)
         history, cost = self._history[size], self.costs[size]
         if tried:
-            new = observe(history, cost, drafted=drafted, tau=tau, resumed=resumed)
+            said = dict(drafted=drafted, tau=tau, resumed=resumed, seconds=seconds)
+            new = observe(history, cost, **said)
         else:
             new = rest(history)
         self._history[size] = new

@@ -53,13 +53,15 @@ class Plan(NamedTuple):
 
 @struct.dataclass
 class Given:
-    """User's words to answer: conversation i takes row i modulo Q.
+    """User's words: conversation i takes row i modulo Q.
 
-    ``tokens [Q, user_cap]`` int32, ``size [Q]`` int32.
+    ``tokens [Q, user_cap]`` int32, ``size [Q]`` int32. If they are ``open`` the target
+    goes on from them until it ends the user's turn; else they are the whole turn.
     """
 
     tokens: Array
     size: Array
+    open: bool = struct.field(pytree_node=False, default=False)
 
 
 @struct.dataclass
@@ -249,14 +251,15 @@ def _user_token(drawn: Array, given: Given | None, number, state: Writing, plan:
     """``(token, in_user, ends)``: the user's next token, whether it is the user's turn,
     and whether it ends with this token."""
     in_user, end = state.user == 0, plan.form.turn[0]
+    ended = (state.place == plan.user_cap) | _is_eos(drawn, plan)
+    own = jnp.where(ended, end, drawn)
     if given is None:
-        over = (state.place == plan.user_cap) | _is_eos(drawn, plan)
-        token = jnp.where(over, end, drawn)
-        return token, in_user, in_user & (token == end)
+        return own, in_user, in_user & (own == end)
     prompt = number % len(given.size)
     over = state.place >= given.size[prompt]
     at = jnp.minimum(state.place, given.tokens.shape[1] - 1)
-    return jnp.where(over, end, given.tokens[prompt, at]), in_user, in_user & over
+    token = jnp.where(over, own if given.open else end, given.tokens[prompt, at])
+    return token, in_user, in_user & over & (token == end)
 
 
 def _is_eos(token: Array, plan: Plan) -> Array:

@@ -47,6 +47,7 @@ def selfgen(
     *,
     conversations: int | None = None,
     prompts: Sequence[str] | None = None,
+    openings: Sequence[str] | None = None,
     seed: int = 0,
     rows: int = 64,
     part: int = 512,
@@ -61,9 +62,10 @@ def selfgen(
     Args:
       model: the target, with a chat template.
       out: folder, made if it is missing.
-      conversations: how many; None is one a prompt.
-      prompts: user's words to answer, again from the first when they run out; None lets
-        the target write them.
+      conversations: how many; None is one a prompt or opening.
+      prompts: user's words to answer, again from the first when they run out.
+      openings: beginnings of the user's words, which the target finishes; likewise.
+        Without either the target writes all of them, and on few topics.
       seed: of everything drawn.
       rows: sequences written at a time.
       part: conversations a file.
@@ -80,12 +82,15 @@ def selfgen(
       OSError: a file cannot be written. Those before it are whole.
       SystemExit: after SIGTERM or Ctrl-C.
     """
-    total = len(prompts or ()) if conversations is None else conversations
+    if prompts is not None and openings is not None:
+        raise ValueError("give prompts or openings, not both")
+    words = prompts if openings is None else openings
+    total = len(words or ()) if conversations is None else conversations
     for name, value in {"conversations": total, "rows": rows, "part": part}.items():
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
-    given = _given(model, prompts)
-    if given is not None:
+    given = _given(model, words, is_open=openings is not None)
+    if given is not None and not given.open:
         settings = {"user_cap": given.tokens.shape[1], **settings}
     job = Job(
         model,
@@ -115,7 +120,7 @@ def _plan(model: Model, settings: dict, given: Given | None) -> Plan:
         )
     if given is not None and given.tokens.shape[1] > plan.user_cap:
         raise ValueError(
-            f"a prompt has {given.tokens.shape[1]} tokens, more than user_cap "
+            f"a prompt or opening has {given.tokens.shape[1]} tokens, more than user_cap "
             f"{plan.user_cap}; raise user_cap or leave the prompt out"
         )
     longest = len(plan.form.prefix) + plan.width
@@ -127,15 +132,15 @@ def _plan(model: Model, settings: dict, given: Given | None) -> Plan:
     return plan
 
 
-def _given(model: Model, prompts: Sequence[str] | None) -> Given | None:
-    if prompts is None:
+def _given(model: Model, words: Sequence[str] | None, *, is_open: bool) -> Given | None:
+    if words is None:
         return None
-    words = [user_tokens(model.tokenizer, prompt) for prompt in prompts]
-    table = np.zeros((len(words), max(map(len, words))), np.int32)
-    for row, ids in zip(table, words, strict=True):
+    rows = [user_tokens(model.tokenizer, one) for one in words]
+    table = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for row, ids in zip(table, rows, strict=True):
         row[: len(ids)] = ids
-    size = np.array([len(ids) for ids in words], np.int32)
-    return Given(jnp.asarray(table), jnp.asarray(size))
+    size = np.array([len(ids) for ids in rows], np.int32)
+    return Given(jnp.asarray(table), jnp.asarray(size), is_open)
 
 
 def _sampling(model: Model, rows: int, seed: int) -> Sampling:
@@ -148,6 +153,7 @@ def _about(job: Job, seed: int) -> dict:
     words = hashlib.sha256()
     if job.given is not None:
         words.update(np.asarray(job.given.tokens).tobytes())
+        words.update(b"open" * job.given.open)
     return {
         "target": job.model.name,
         "tokenizer": fingerprint(job.model.tokenizer),

@@ -20,6 +20,7 @@ from jspec.drafters.published_mtp import Modules
 from jspec.drafters.tensors import target_head
 from jspec.models import Model, architecture, linear
 from jspec.models.config import Config, Rope
+from jspec.train.draft_rows import draft_rows
 from jspec.train.features import extract
 from jspec.types import Array
 
@@ -48,6 +49,16 @@ def fresh_eagle3(target: Model, taps, ids: np.ndarray, key: Array) -> Head:
         to_target=jnp.asarray(ids),
     )
     return Head(Design(config, tuple(taps), eagle.eagle3, eagle.fuse), weights)
+
+
+def with_vocabulary(head: Head, target: Model, ids: np.ndarray) -> Head:
+    """An EAGLE-3 head over other tokens: its own rows where it has them, or the target's."""
+    weights, wanted = head.weights, jnp.asarray(ids)
+    count = len(weights.head)
+    at, known = draft_rows(wanted, weights.to_target, count)
+    rows = jnp.where(known[:, None], weights.head[at], target_head(target, ids))
+    weights = dataclasses.replace(weights, head=rows, to_target=wanted)
+    return Head(head.design, weights)
 
 
 def fresh_eagle1(target: Model, key: Array) -> Head:

@@ -4,7 +4,15 @@ import random
 
 import pytest
 
-from jspec.serve.adaptive import Cost, Governor, History, observe, rest, speculate
+from jspec.serve.adaptive import (
+    BUDGET,
+    Cost,
+    Governor,
+    History,
+    observe,
+    rest,
+    speculate,
+)
 
 
 def simulate(cost, tau, rounds=5000):
@@ -28,9 +36,9 @@ def simulate(cost, tau, rounds=5000):
 @pytest.mark.parametrize("resume", [0.0, 5.0])
 @pytest.mark.parametrize("drafted", [1.05, 1.5, 2.0, 4.0, 20.0])
 @pytest.mark.parametrize("tau", [1.0, 1.4, 1.9])
-def test_it_is_never_slower_than_plain_by_more_than_3_percent(drafted, tau, resume):
+def test_it_is_never_slower_than_plain_by_more_than_2_percent(drafted, tau, resume):
     slower, _ = simulate(Cost(1.0, drafted, drafted, resume), lambda n: tau)
-    assert slower < 1.03
+    assert slower < 1.02
 
 
 def test_it_drafts_whenever_that_pays():
@@ -50,7 +58,7 @@ def test_luck_does_not_make_it_draft_at_a_loss(drafted):
     chance = random.Random(0)
     tokens = [chance.choice((1, 1, 2, 4)) for _ in range(5000)]  # 2 in the mean
     slower, _ = simulate(Cost(1.0, drafted, drafted), lambda n: tokens[n] * 0.8)
-    assert slower < 1.03
+    assert slower < 1.02
 
 
 def test_it_stops_soon_when_the_text_becomes_hard():
@@ -68,8 +76,19 @@ def test_it_stops_soon_when_the_text_becomes_hard():
 def test_rounds_in_which_nothing_was_found_cost_what_they_cost():
     cost = Cost(plain=1.0, drafted=2.0, idle=1.0)
     history = observe(History(), cost, drafted=False, tau=1.0)
-    assert history == History(gain=1.0, account=5.02)
+    assert history == History(gain=1.0, account=5.005)
     assert speculate(history, cost)
+
+
+def test_the_account_pays_what_a_round_took():
+    """Unless it was held up: that says nothing of drafting."""
+    cost = Cost(plain=1.0, drafted=2.0, idle=1.0, resume=1.0)
+    said = dict(drafted=True, tau=1.0, resumed=True)
+    mean, slow, held_up = (
+        observe(History(), cost, seconds=s, **said).account for s in (None, 6.0, 60.0)
+    )
+    assert mean - slow == pytest.approx(3 * (1 - BUDGET))
+    assert held_up == mean
 
 
 def test_costs_are_those_of_the_latest_rounds():

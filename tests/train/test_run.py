@@ -1,5 +1,6 @@
 """From a corpus to a head that drafts: every recipe, with and without a break."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -14,13 +15,14 @@ import jspec
 from jspec import cli, models
 from jspec.drafters.published_eagle import load_eagle
 from jspec.drafters.published_mtp import load_mtp, save_mtp
+from jspec.drafters.tensors import target_head
 from jspec.testing import tiny
 from jspec.train import metrics
 from jspec.train.corpus import Corpus, Document, read
 from jspec.train.recipes import RECIPES, vocabulary
 from jspec.train.run import Options, train
 from jspec.train.selfgen import selfgen
-from jspec.train.starts import fresh_eagle1, fresh_eagle3, fresh_mtp
+from jspec.train.starts import fresh_eagle1, fresh_eagle3, fresh_mtp, with_vocabulary
 
 MODULE = "A_MODULE"  # stands for a folder
 ENDS = (EOS, *range(100, 112))
@@ -113,6 +115,26 @@ def test_a_head_is_a_start(corpus_files, tmp_path):
     recipe = RECIPES["eagle3"](MODEL, corpus, **OWN["eagle3"], start=started)
     np.testing.assert_array_equal(recipe.params.fc, started.weights.fc)
     assert recipe.taps == started.design.taps
+    np.testing.assert_array_equal(recipe.params.head, started.weights.head)
+
+
+def test_a_head_can_draft_other_tokens(corpus_files):
+    """Rows of tokens that it knew are its own, the others the target's."""
+    knew, wanted = np.arange(3, 240, 2), np.arange(100, 150)
+    head = fresh_eagle3(MODEL, (0, 2, 3), knew, jax.random.key(0))
+    own = dataclasses.replace(head.weights, head=1.0 + head.weights.head)
+    head = dataclasses.replace(head, weights=own)
+    weights = with_vocabulary(head, MODEL, wanted).weights
+    np.testing.assert_array_equal(weights.to_target, wanted)
+    rows = target_head(MODEL, wanted) + np.isin(wanted, knew)[:, None]
+    np.testing.assert_allclose(weights.head, rows)
+    corpus = read(corpus_files, MODEL.tokenizer)
+    kept, other = (
+        RECIPES["eagle3"](MODEL, corpus, draft_vocab=size, start=head).params.head
+        for size in (None, 200)
+    )
+    np.testing.assert_array_equal(kept, own.head)
+    assert len(other) == 200
 
 
 def test_the_command_writes_a_corpus(tmp_path, capsys):

@@ -177,6 +177,19 @@ def test_given_prompts_are_answered(tmp_path):
     assert parts(once) == found[:3]
 
 
+def test_openings_are_finished_by_the_target(tmp_path):
+    """Each turn begins as given; what follows is drawn anew for every conversation."""
+    settings = {"user_cap": 20, "answer_cap": 4, "rows": 3, "part": 8}
+    files = selfgen(MODEL, tmp_path, openings=PROMPTS, conversations=8, **settings)
+    users = [user for user, _, _ in parts(files)]
+    words = [user_tokens(TOKENIZER, prompt) for prompt in PROMPTS]
+    rest = [user[len(words[i % 3]) :] for i, user in enumerate(users)]
+    assert all(words[i % 3] == u[: len(words[i % 3])] for i, u in enumerate(users))
+    assert all(user[-1] == FORM.turn[0] and len(user) <= 21 for user in users)
+    assert any(len(one) > 2 for one in rest)
+    assert rest[0] != rest[3]
+
+
 def test_mistakes_are_named(tmp_path):
     def refused(match, model=MODEL, **changes):
         arguments = {"conversations": 4, "rows": 3, "part": 4, **PLAN, **changes}
@@ -189,6 +202,8 @@ def test_mistakes_are_named(tmp_path):
     refused("conversations is 0", conversations=0)
     refused("rows is 0", rows=0)
     refused("context of tiny ends at 128", answer_cap=120)
+    refused("not both", prompts=PROMPTS, openings=PROMPTS)
+    refused("more than user_cap 5", openings=PROMPTS, user_cap=5)
     refused("more than user_cap 5", prompts=PROMPTS, user_cap=5)
     refused("answer_cap 0", answer_cap=0)
     selfgen(MODEL, tmp_path / "new", conversations=4, rows=3, part=4, **PLAN)

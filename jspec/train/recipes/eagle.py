@@ -15,8 +15,14 @@ from jspec.models import Model
 from jspec.train.corpus import Corpus
 from jspec.train.eagle import pairs, regression, shifted, training_time_test
 from jspec.train.packing import Rows
-from jspec.train.recipes.recipe import Recipe, draft_ids, frozen, vocabulary
-from jspec.train.starts import fresh_eagle1, fresh_eagle3
+from jspec.train.recipes.recipe import (
+    DRAFT_VOCAB,
+    Recipe,
+    draft_ids,
+    frozen,
+    vocabulary,
+)
+from jspec.train.starts import fresh_eagle1, fresh_eagle3, with_vocabulary
 from jspec.types import Array
 
 
@@ -25,7 +31,7 @@ def eagle3(
     corpus: Corpus,
     *,
     taps: tuple[int, ...] | None = None,
-    draft_vocab: int = 8192,
+    draft_vocab: int | None = None,
     steps: int = 4,
     decay: float = 0.8,
     start: Head | None = None,
@@ -38,19 +44,25 @@ def eagle3(
       corpus: gives the draft vocabulary.
       taps: features to read; by default what layers ``n/3``, ``2n/3`` and ``n - 1``
         receive, for the last of them is where the head begins.
-      draft_vocab: ids the head can draft; all, if the target has fewer.
+      draft_vocab: ids the head can draft, the corpus' most frequent; all, if the target
+        has fewer. None is 8,192, or what ``start`` has.
       steps, decay: of the training-time test.
-      start: a head to go on from; its own taps and vocabulary are kept.
+      start: a head to go on from; its own taps are kept. Tokens that it did not know
+        begin with the target's rows.
       seed: of the weights that have no better start.
     """
     layers = target.config.layers
     # Lists that begin with 1 mean something else in published configs.
     low = layers // 3 if layers >= 6 else 0
     taps = taps or (low, 2 * layers // 3, layers - 1)
-    if start is None:
+    if start is None or draft_vocab is not None:
         vocab_size = target.config.vocab_size
-        ids = vocabulary(corpus, min(draft_vocab, vocab_size), vocab_size)
-        start = fresh_eagle3(target, taps, ids, jax.random.key(seed))
+        size = DRAFT_VOCAB if draft_vocab is None else draft_vocab
+        ids = vocabulary(corpus, min(size, vocab_size), vocab_size)
+        if start is None:
+            start = fresh_eagle3(target, taps, ids, jax.random.key(seed))
+        else:
+            start = with_vocabulary(start, target, ids)
     design = start.design
 
     def loss(weights: Weights, teacher: Array, rows: Rows, key: Array):
@@ -72,7 +84,7 @@ def eagle1(
     target: Model,
     corpus: Corpus,
     *,
-    draft_vocab: int = 8192,
+    draft_vocab: int | None = None,
     head_weight: float = 0.1,
     start: Head | None = None,
     seed: int = 0,
@@ -82,14 +94,17 @@ def eagle1(
     Args:
       target: gives the frozen head and the starting weights.
       corpus: gives the draft vocabulary.
-      draft_vocab: ids the head can draft; all, if the target has fewer.
+      draft_vocab: ids the head can draft, the corpus' most frequent; all, if the target
+        has fewer. None is 8,192, or what ``start`` has.
       head_weight: of the cross-entropy beside the regression; the authors' is 0.1.
-      start: a head to go on from; its own vocabulary is kept.
+      start: a head to go on from.
       seed: of the weights that have no better start.
     """
-    if start is None:
-        ids = draft_ids(corpus, draft_vocab, target.config.vocab_size)
-        start = _over(fresh_eagle1(target, jax.random.key(seed)), target, ids)
+    if start is None or draft_vocab is not None:
+        size = DRAFT_VOCAB if draft_vocab is None else draft_vocab
+        ids = draft_ids(corpus, size, target.config.vocab_size)
+        start = start or fresh_eagle1(target, jax.random.key(seed))
+        start = _over(start, target, ids)
     design, weights = start.design, start.weights
 
     def loss(weights: Weights, teacher: Array, rows: Rows, key: Array):
@@ -108,9 +123,8 @@ def eagle1(
 
 
 def _over(head: Head, target: Model, ids: np.ndarray | None) -> Head:
-    """A head that drafts only ``ids``, with the target's rows for them."""
-    if ids is None:
-        return head
-    rows, to_target = target_head(target, ids), jnp.asarray(ids)
+    """A head that drafts only ``ids``, with the target's rows for them; None is all."""
+    rows = target_head(target, ids)
+    to_target = None if ids is None else jnp.asarray(ids)
     weights = dataclasses.replace(head.weights, head=rows, to_target=to_target)
     return Head(head.design, weights)

@@ -15,7 +15,7 @@ from jspec.models import Model
 from jspec.train.corpus import Corpus
 from jspec.train.mtp import fast_mtp, prediction, texts
 from jspec.train.packing import Rows
-from jspec.train.recipes.recipe import Recipe, draft_ids
+from jspec.train.recipes.recipe import DRAFT_VOCAB, Recipe, draft_ids
 from jspec.train.starts import fresh_mtp
 from jspec.types import Array
 
@@ -26,7 +26,7 @@ def mtp(
     *,
     steps: int = 3,
     beta: float = 0.6,
-    draft_vocab: int = 8192,
+    draft_vocab: int | None = None,
     start: Modules | None = None,
     seed: int = 0,
 ) -> Recipe:
@@ -34,8 +34,8 @@ def mtp(
 
     Args:
       steps, beta: depths and their weights, see ``train.mtp.fast_mtp``.
-      draft_vocab: ids that a single module drafts, and labels that count; several know
-        all.
+      draft_vocab: ids that a single module drafts, the corpus' most frequent, and labels
+        that count; several know all. None is those of ``start``, or 8,192.
       start: modules to go on from, a target's own for example.
       seed: of the weights that have no better start.
     """
@@ -43,9 +43,10 @@ def mtp(
         start = fresh_mtp(target, jax.random.key(seed))
     design, depths = start.design, fast_mtp(steps, beta)
 
-    ids = None
-    if len(start.weights) == 1:
-        ids = draft_ids(corpus, draft_vocab, target.config.vocab_size)
+    ids = start.weights[0].to_target
+    if len(start.weights) == 1 and (ids is None or draft_vocab is not None):
+        size = DRAFT_VOCAB if draft_vocab is None else draft_vocab
+        ids = draft_ids(corpus, size, target.config.vocab_size)
 
     def whole(frozen, params) -> tuple[Weights, ...]:
         embed, head, ids = frozen

@@ -14,6 +14,8 @@ from jspec.train.corpus import Corpus
 from jspec.train.packing import Rows
 from jspec.types import Array
 
+DRAFT_VOCAB = 8192  # ids of a draft vocabulary, unless told otherwise
+
 
 class Recipe(NamedTuple):
     """How a method is trained.
