@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+import jax
 from rich.table import Table
 
 from jspec import bench, predict, record, report, roofline, verify
@@ -93,6 +94,8 @@ def measured(args: argparse.Namespace) -> Iterator[dict]:
         for name in engines:
             best = max((run[name] for run in runs), key=lambda p: p["tokens_per_s"])
             yield {"method": name, "batch": batch, "device": record.device(), **best}
+        del engines
+        jax.clear_caches()  # ten engines a size would use up a process's memory maps
 
 
 def predicted(args: argparse.Namespace) -> Iterator[dict]:

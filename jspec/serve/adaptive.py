@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 BUDGET = 0.005  # of all time may be lost by trying
-_FIRST, _MOST = 5.0, 10.0  # plain rounds in the account: at the start, at most
+_FIRST, _MOST = 2.0, 10.0  # plain rounds in the account: at the start, at most
 _NEWEST = 0.2  # weight of the latest round in the mean gain
 _DRIFT = 0.1  # weight of the latest round in the mean cost
 _OUTLIER = 4.0  # a round beyond so many times its mean was held up by something else

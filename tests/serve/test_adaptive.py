@@ -76,7 +76,7 @@ def test_it_stops_soon_when_the_text_becomes_hard():
 def test_rounds_in_which_nothing_was_found_cost_what_they_cost():
     cost = Cost(plain=1.0, drafted=2.0, idle=1.0)
     history = observe(History(), cost, drafted=False, tau=1.0)
-    assert history == History(gain=1.0, account=5.005)
+    assert history == History(gain=1.0, account=2.005)
     assert speculate(history, cost)
 
 
