@@ -89,7 +89,9 @@ def arithmetic(
         "propose": Cost(),
         "update": Cost(),
     }
-    if own is not None and setting is not None:
+    if own is not None and setting is not None and drafter in ("dflash", "dspark"):
+        costs |= _block_costs(config, own, batch, setting.depth, length)
+    elif own is not None and setting is not None:
         layer = phases.select(config, (config.layers - 1,))
 
         def step(wide: int) -> Cost:
@@ -104,6 +106,28 @@ def arithmetic(
     return {
         name: Cost(c.flops / devices, c.moved / devices, None, memory / devices)
         for name, c in costs.items()
+    }
+
+
+def _block_costs(
+    config: Config, own, batch: int, gamma: int, length: int
+) -> dict[str, Cost]:
+    """``propose`` and ``update`` of a drafter of blocks: one forward, and its context."""
+    layers = len(own.layers)
+    config = phases.select(config, (config.layers - 1,) * layers)
+    config = dataclasses.replace(config, windows=(None,) * layers)
+    rows = gamma if own.joint is not None else gamma + 1
+    propose = _forward(config, own.layers, batch, rows, length)
+    propose += _product(own.head, batch * gamma)
+    if own.joint is not None:
+        propose += _product(own.joint.after, batch) * gamma
+    kv = 2 * config.kv_heads * config.head_dim * config.hidden * layers
+    tokens = batch * (gamma + 1)
+    context = Cost(2.0 * kv * tokens, kv * jnp.dtype(phases.DTYPE).itemsize)
+    stored = Cost(0, _cache_bytes(config, batch, gamma + 1))
+    return {
+        "propose": propose,
+        "update": _product(own.fc, tokens) + context + stored,
     }
 
 

@@ -33,7 +33,7 @@ def compiled(
         kind = config.windows[i], config.ropes[i], config.has_experts(i)
         kinds.setdefault(kind, []).append(i)
     firsts = tuple(ids[0] for ids in kinds.values())
-    taps = 3 if drafter == "eagle3" and setting is not None else 0
+    taps = 0 if setting is None else phases.TAPS.get(drafter, 0)
 
     @functools.cache
     def of_layers(ids: tuple[int, ...]) -> dict[str, Cost]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jspec import decode, options, tree, verify
 from jspec import sampling as smp
-from jspec.drafters import eagle, growth, mtp
+from jspec.drafters import dflash, diffusion, dspark, eagle, growth, mtp
 from jspec.drafters.eagle_configs import default_taps
 from jspec.drafters.ngram import ngram
 from jspec.models import architecture
@@ -26,7 +26,10 @@ from jspec.types import Block, Context, Drafter, Feedback, Scores, chain
 
 DRAFT_VOCAB = 32000  # of the published EAGLE-3 heads
 DTYPE = jnp.bfloat16
-DRAFTERS = ("eagle3", "mtp", "ngram")
+DRAFTERS = ("dflash", "dspark", "eagle3", "mtp", "ngram")
+BLOCK_LAYERS = 5  # of the published DFlash and DSpark drafters, which tap as many
+MARKOV_RANK = 256  # of the published DSpark drafters
+TAPS = {"dflash": BLOCK_LAYERS, "dspark": BLOCK_LAYERS, "eagle3": 3}
 
 
 class Setting(NamedTuple):
@@ -84,23 +87,26 @@ def drafting(name: str, config: Config, setting: Setting) -> Drafting:
     """A drafter of ``DRAFTERS`` for a target of this config.
 
     An EAGLE-3 head has a layer of the target's sizes and ``DRAFT_VOCAB`` tokens, as
-    published heads have; an MTP module has a layer of the target's last kind and its head.
+    published heads have; an MTP module has a layer of the target's last kind and its head;
+    DFlash and DSpark have five layers and the target's head.
 
     Raises:
-      ValueError: an unknown name, a tree for ``ngram``, or EAGLE-3 for a target whose
-        layers such a head cannot have.
+      ValueError: an unknown name, a tree for a drafter of chains, or a drafter whose
+        layers cannot be the target's.
     """
     if name not in DRAFTERS:
         raise ValueError(f"drafter {name!r} is not one of {', '.join(DRAFTERS)}")
     is_chain = setting.nodes == setting.depth + 1
+    if name not in ("eagle3", "mtp") and not is_chain:
+        raise ValueError(f"{name} drafts chains, not a {setting.name}")
     if name == "ngram":
-        if not is_chain:
-            raise ValueError(f"ngram drafts chains, not a {setting.name}")
         return Drafting(ngram(setting.depth), None)
-    if name == "eagle3" and (config.experts or config.latent):
+    if name != "mtp" and (config.experts or config.latent):
         raise ValueError(
-            f"an EAGLE-3 layer cannot be {config.family}'s; predict with --drafter mtp"
+            f"a layer of {name} cannot be {config.family}'s; predict with --drafter mtp"
         )
+    if name != "mtp" and name != "eagle3":
+        return _block_drafting(config, setting.depth, is_spark=name == "dspark")
     grower = growth.dynamic(setting.nodes, setting.depth)
     if is_chain:
         grower = growth.chain(setting.depth, dense=False)
@@ -133,6 +139,43 @@ def drafting(name: str, config: Config, setting: Setting) -> Drafting:
     taps = tuple(min(max(t, 0), config.layers) for t in wanted)
     design = eagle.Design(one, taps, eagle.eagle3, eagle.fuse)
     return Drafting(eagle.drafter(design, grower, dtype=DTYPE), params)
+
+
+def _block_drafting(config: Config, gamma: int, *, is_spark: bool) -> Drafting:
+    """DFlash or DSpark whose blocks hold just ``gamma`` drafts."""
+    count, width, vocab = BLOCK_LAYERS, config.hidden, config.vocab_size
+    own = dataclasses.replace(
+        select(config, (config.layers - 1,) * count),
+        family="qwen3",
+        qk_norm=True,
+        windows=(None,) * count,
+    )
+    weights = target_weights(own)
+    params = diffusion.Weights(
+        embed=weights.embed,
+        layers=weights.layers,
+        head=weights.embed if weights.head is None else weights.head,
+        fc=_shape(width, count * width),
+        context_norm=_shape(width),
+        final_norm=_shape(width),
+    )
+    taps = (1 + i * (config.layers - 1) // count for i in range(count))
+    design = diffusion.Design(
+        config=own,
+        taps=tuple(min(tap, config.layers) for tap in taps),
+        block=gamma if is_spark else gamma + 1,
+        mask_id=0,
+        next_token=is_spark,
+        causal=(False,) * count,
+        choose=dspark.left_to_right if is_spark else dflash.independent,
+        link=dspark.vanilla if is_spark else None,
+    )
+    if is_spark:
+        markov = dspark.Markov(_shape(vocab, MARKOV_RANK), _shape(vocab, MARKOV_RANK))
+        sure = dspark.Confidence(_shape(1, width + MARKOV_RANK), _shape(1))
+        params = dataclasses.replace(params, joint=markov, confidence=sure)
+    drafter = dflash.drafter(design, gamma, dense=False, dtype=DTYPE)
+    return Drafting(drafter, params)
 
 
 def state_of(config: Config, drafted: Drafting, batch: int, slots: int) -> State:

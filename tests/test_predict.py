@@ -157,7 +157,28 @@ def test_an_unknown_target_is_named():
         preset("gpt-2")
 
 
-@pytest.mark.parametrize("name", ["eagle3", "mtp", "ngram"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "ngram"])
+def test_a_tree_for_a_drafter_of_chains_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name} drafts chains, not a tree 8/3"):
+        phases.drafting(name, LLAMA, Setting(8, 3))
+
+
+def test_a_block_is_drafted_in_one_forward():
+    """Its weights are read once however long it is, those of EAGLE-3 once a draft."""
+
+    def grows(name):
+        short, long = (
+            predict.arithmetic(LLAMA, name, Setting(g + 1, g), 1, 512, 1)["propose"]
+            for g in (2, 8)
+        )
+        return long.moved / short.moved
+
+    assert grows("dflash") < 1.01
+    assert grows("dspark") < 1.15  # and its second head once a draft
+    assert grows("eagle3") > 3
+
+
+@pytest.mark.parametrize("name", phases.DRAFTERS)
 def test_the_phases_of_a_round_are_consistent(name):
     """What one phase returns is what the next one takes, on a small real model."""
     config = phases.select(LLAMA, (0,))

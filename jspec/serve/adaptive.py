@@ -146,8 +146,14 @@ class Governor:
                 self.costs[size] = cost.measured(kind, seconds)
         history, cost = self._history[size], self.costs[size]
         if tried:
-            said = dict(drafted=drafted, tau=tau, resumed=resumed, seconds=seconds)
-            new = observe(history, cost, **said)
+            new = observe(
+                history,
+                cost,
+                drafted=drafted,
+                tau=tau,
+                resumed=resumed,
+                seconds=seconds,
+            )
         else:
             new = rest(history)
         self._history[size] = new

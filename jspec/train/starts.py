@@ -53,11 +53,10 @@ def fresh_eagle3(target: Model, taps, ids: np.ndarray, key: Array) -> Head:
 
 def with_vocabulary(head: Head, target: Model, ids: np.ndarray) -> Head:
     """An EAGLE-3 head over other tokens: its own rows where it has them, or the target's."""
-    weights, wanted = head.weights, jnp.asarray(ids)
-    count = len(weights.head)
-    at, known = draft_rows(wanted, weights.to_target, count)
-    rows = jnp.where(known[:, None], weights.head[at], target_head(target, ids))
-    weights = dataclasses.replace(weights, head=rows, to_target=wanted)
+    own, wanted = float32(head.weights.head), jnp.asarray(ids)
+    at, known = draft_rows(wanted, head.weights.to_target, len(own))
+    rows = jnp.where(known[:, None], own[at], target_head(target, ids))
+    weights = dataclasses.replace(head.weights, head=rows, to_target=wanted)
     return Head(head.design, weights)
 
 

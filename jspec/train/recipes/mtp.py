@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import Partial
 
 from jspec.drafters.eagle import Weights
@@ -43,7 +44,8 @@ def mtp(
         start = fresh_mtp(target, jax.random.key(seed))
     design, depths = start.design, fast_mtp(steps, beta)
 
-    ids = start.weights[0].to_target
+    known = start.weights[0].to_target
+    ids = None if known is None else np.asarray(known)
     if len(start.weights) == 1 and (ids is None or draft_vocab is not None):
         size = DRAFT_VOCAB if draft_vocab is None else draft_vocab
         ids = draft_ids(corpus, size, target.config.vocab_size)
