@@ -112,10 +112,10 @@ def test_a_head_is_a_start(corpus_files, tmp_path):
     head = train("eagle3", MODEL, corpus_files, tmp_path, options)
     started = load_eagle(head, MODEL)
     corpus = read(corpus_files, MODEL.tokenizer)
-    recipe = RECIPES["eagle3"](MODEL, corpus, **OWN["eagle3"], start=started)
+    recipe = RECIPES["eagle3"](MODEL, corpus, start=started)
     np.testing.assert_array_equal(recipe.params.fc, started.weights.fc)
-    assert recipe.taps == started.design.taps
     np.testing.assert_array_equal(recipe.params.head, started.weights.head)
+    assert recipe.taps == started.design.taps
 
 
 def test_a_head_can_draft_other_tokens(corpus_files):
