@@ -26,7 +26,6 @@ from jspec.train.starts import fresh_eagle3
 from jspec.types import Feedback, Verdict
 
 TEXT = 100  # tokens before the block
-SMALL = 1 << 14  # larger parts of a state are its caches
 
 
 def drafts(model, gamma: int, vocab: int) -> dict[str, jspec.Draft]:
@@ -65,7 +64,7 @@ def loop(model, draft: jspec.Draft):
 def _step(drafter, given, state, zero):
     params, *inputs = given
     options, text, features = timing.depending(inputs, zero)
-    state = timing.depending(state, zero, SMALL)
+    state = timing.depending(state, zero, timing.SMALL)
     context = jspec.Context(text, jnp.array([TEXT]), options)
     key = jax.random.split(jax.random.key(2), 1)
     block, drafted = drafter.propose(params, state, key, context)

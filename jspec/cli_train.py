@@ -64,7 +64,7 @@ def add_selfgen(command: argparse.ArgumentParser) -> None:
         nargs="?",
         const=OPENINGS,
         metavar="FILE",
-        help="the same, but the target finishes the turn first (552 that come with jspec)",
+        help="the same, but the target finishes the turn first (a set that comes with jspec)",
     )
     add("--user-cap", type=int, default=96, metavar="N", help="longest question (96)")
     add("--answer-cap", type=int, default=256, metavar="N", help="longest answer (256)")

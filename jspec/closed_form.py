@@ -89,31 +89,37 @@ def arithmetic(
         "propose": Cost(),
         "update": Cost(),
     }
-    if own is not None and setting is not None and drafter in ("dflash", "dspark"):
-        costs |= _block_costs(config, own, batch, setting.depth, length)
-    elif own is not None and setting is not None:
-        layer = phases.select(config, (config.layers - 1,))
-
-        def step(wide: int) -> Cost:
-            forward = _forward(layer, own.layers, batch, wide, length)
-            return forward + _product(own.fc, batch * wide)
-
-        wide = 1 if setting.nodes == setting.depth + 1 else GUESSES
-        # The first guesses come from the pair that `update` left.
-        propose = _product(own.head, batch)
-        propose += (step(wide) + _product(own.head, batch * wide)) * (setting.depth - 1)
-        costs |= {"propose": propose, "update": step(setting.depth + 1)}
+    if own is not None and setting is not None:
+        drafting = _block_costs if drafter in phases.BLOCKS else _token_costs
+        costs |= drafting(config, own, setting, batch, length)
     return {
         name: Cost(c.flops / devices, c.moved / devices, None, memory / devices)
         for name, c in costs.items()
     }
 
 
+def _token_costs(
+    config: Config, own, setting: Setting, batch: int, length: int
+) -> dict[str, Cost]:
+    """``propose`` and ``update`` of a head that drafts level by level."""
+    layer = phases.select(config, (config.layers - 1,))
+
+    def step(wide: int) -> Cost:
+        forward = _forward(layer, own.layers, batch, wide, length)
+        return forward + _product(own.fc, batch * wide)
+
+    wide = 1 if setting.nodes == setting.depth + 1 else GUESSES
+    # The first guesses come from the pair that `update` left.
+    propose = _product(own.head, batch)
+    propose += (step(wide) + _product(own.head, batch * wide)) * (setting.depth - 1)
+    return {"propose": propose, "update": step(setting.depth + 1)}
+
+
 def _block_costs(
-    config: Config, own, batch: int, gamma: int, length: int
+    config: Config, own, setting: Setting, batch: int, length: int
 ) -> dict[str, Cost]:
     """``propose`` and ``update`` of a drafter of blocks: one forward, and its context."""
-    layers = len(own.layers)
+    layers, gamma = len(own.layers), setting.depth
     config = phases.select(config, (config.layers - 1,) * layers)
     config = dataclasses.replace(config, windows=(None,) * layers)
     rows = gamma if own.joint is not None else gamma + 1

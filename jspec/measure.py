@@ -2,9 +2,8 @@
 
 Every time is of the real functions on a state in the middle of a generation, a step at a
 time in turn with the others, as in a round: drafting finds the processor's caches full of
-the target's weights, and verifying without some of them. Measured by itself over and over
-each of both is up to 15% faster than it ever is. A step starts from the same state every
-time, yet depends on the step before and every result is used, so that XLA can neither
+the target's weights, and verifying without some of them, so that each of both takes longer
+than by itself over and over. A step starts from the same state every time, yet depends on the step before and every result is used, so that XLA can neither
 hoist nor drop work. What the host's call costs is taken off; medians, in milliseconds.
 """
 
@@ -46,10 +45,10 @@ __all__ = [
     "width_shares",
 ]
 
-# Leaves of a drafter's state up to this size (lengths, counters, features) are set back
-# after every repetition. Larger ones (caches, tables) are carried on: setting them back
+# Leaves of a drafter's state up to ``timing.SMALL`` (lengths, counters, features) are set
+# back after every step. Larger ones (caches, tables) are carried on: setting them back
 # would copy them, which no real round does, and beyond the lengths they mean nothing.
-_SMALL = 1 << 14
+_SMALL = timing.SMALL
 _MANY = 16  # steps of a drafter in one call, for those too short to be timed alone
 _WARM_ROUNDS = 2  # rounds decoded before measuring
 

@@ -26,10 +26,11 @@ from jspec.types import Block, Context, Drafter, Feedback, Scores, chain
 
 DRAFT_VOCAB = 32000  # of the published EAGLE-3 heads
 DTYPE = jnp.bfloat16
-DRAFTERS = ("dflash", "dspark", "eagle3", "mtp", "ngram")
+BLOCKS = ("dflash", "dspark")  # drafters of whole blocks
+DRAFTERS = (*BLOCKS, "eagle3", "mtp", "ngram")
 BLOCK_LAYERS = 5  # of the published DFlash and DSpark drafters, which tap as many
 MARKOV_RANK = 256  # of the published DSpark drafters
-TAPS = {"dflash": BLOCK_LAYERS, "dspark": BLOCK_LAYERS, "eagle3": 3}
+TAPS = dict.fromkeys(BLOCKS, BLOCK_LAYERS) | {"eagle3": 3}
 
 
 class Setting(NamedTuple):
@@ -97,7 +98,7 @@ def drafting(name: str, config: Config, setting: Setting) -> Drafting:
     if name not in DRAFTERS:
         raise ValueError(f"drafter {name!r} is not one of {', '.join(DRAFTERS)}")
     is_chain = setting.nodes == setting.depth + 1
-    if name not in ("eagle3", "mtp") and not is_chain:
+    if name in (*BLOCKS, "ngram") and not is_chain:
         raise ValueError(f"{name} drafts chains, not a {setting.name}")
     if name == "ngram":
         return Drafting(ngram(setting.depth), None)
@@ -105,7 +106,7 @@ def drafting(name: str, config: Config, setting: Setting) -> Drafting:
         raise ValueError(
             f"a layer of {name} cannot be {config.family}'s; predict with --drafter mtp"
         )
-    if name != "mtp" and name != "eagle3":
+    if name in BLOCKS:
         return _block_drafting(config, setting.depth, is_spark=name == "dspark")
     grower = growth.dynamic(setting.nodes, setting.depth)
     if is_chain:

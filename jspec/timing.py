@@ -112,6 +112,10 @@ def _program(step: Step, static: tuple) -> Callable:
     return many
 
 
+# Elements: larger leaves of a drafter's state are caches and tables.
+SMALL = 1 << 14
+
+
 def depending(tree: Any, zero: Array, most: int | None = None) -> Any:
     """The same arrays, depending on the step before.
 

@@ -15,13 +15,7 @@ from jspec.models import Model
 from jspec.train.corpus import Corpus
 from jspec.train.eagle import pairs, regression, shifted, training_time_test
 from jspec.train.packing import Rows
-from jspec.train.recipes.recipe import (
-    DRAFT_VOCAB,
-    Recipe,
-    draft_ids,
-    frozen,
-    vocabulary,
-)
+from jspec.train.recipes.recipe import Recipe, draft_ids, frozen
 from jspec.train.starts import fresh_eagle1, fresh_eagle3, with_vocabulary
 from jspec.types import Array
 
@@ -57,8 +51,8 @@ def eagle3(
     taps = taps or (low, 2 * layers // 3, layers - 1)
     if start is None or draft_vocab is not None:
         vocab_size = target.config.vocab_size
-        size = DRAFT_VOCAB if draft_vocab is None else draft_vocab
-        ids = vocabulary(corpus, min(size, vocab_size), vocab_size)
+        ids = draft_ids(corpus, draft_vocab, vocab_size)
+        ids = np.arange(vocab_size, dtype=np.int32) if ids is None else ids
         if start is None:
             start = fresh_eagle3(target, taps, ids, jax.random.key(seed))
         else:
@@ -101,8 +95,7 @@ def eagle1(
       seed: of the weights that have no better start.
     """
     if start is None or draft_vocab is not None:
-        size = DRAFT_VOCAB if draft_vocab is None else draft_vocab
-        ids = draft_ids(corpus, size, target.config.vocab_size)
+        ids = draft_ids(corpus, draft_vocab, target.config.vocab_size)
         start = start or fresh_eagle1(target, jax.random.key(seed))
         start = _over(start, target, ids)
     design, weights = start.design, start.weights

@@ -16,7 +16,7 @@ from jspec.models import Model
 from jspec.train.corpus import Corpus
 from jspec.train.mtp import fast_mtp, prediction, texts
 from jspec.train.packing import Rows
-from jspec.train.recipes.recipe import DRAFT_VOCAB, Recipe, draft_ids
+from jspec.train.recipes.recipe import Recipe, draft_ids
 from jspec.train.starts import fresh_mtp
 from jspec.types import Array
 
@@ -47,8 +47,7 @@ def mtp(
     known = start.weights[0].to_target
     ids = None if known is None else np.asarray(known)
     if len(start.weights) == 1 and (ids is None or draft_vocab is not None):
-        size = DRAFT_VOCAB if draft_vocab is None else draft_vocab
-        ids = draft_ids(corpus, size, target.config.vocab_size)
+        ids = draft_ids(corpus, draft_vocab, target.config.vocab_size)
 
     def whole(frozen, params) -> tuple[Weights, ...]:
         embed, head, ids = frozen

@@ -87,6 +87,10 @@ def vocabulary(corpus: Corpus, size: int, vocab_size: int) -> np.ndarray:
     return np.sort(np.argsort(-count, kind="stable")[:size]).astype(np.int32)
 
 
-def draft_ids(corpus: Corpus, size: int, vocab_size: int) -> np.ndarray | None:
-    """Target ids ``[V']`` of a draft vocabulary, or None if it is the target's own."""
+def draft_ids(corpus: Corpus, size: int | None, vocab_size: int) -> np.ndarray | None:
+    """Target ids ``[V']`` of a draft vocabulary, or None if it is the target's own.
+
+    Of no ``size`` it has 8,192.
+    """
+    size = DRAFT_VOCAB if size is None else size
     return None if size >= vocab_size else vocabulary(corpus, size, vocab_size)
