@@ -50,6 +50,7 @@ __all__ = [
 # would copy them, which no real round does, and beyond the lengths they mean nothing.
 _SMALL = timing.SMALL
 _MANY = 16  # steps of a drafter in one call, for those too short to be timed alone
+_LEAST = 0.02  # seconds of a timed call of ``verify_curve``
 _WARM_ROUNDS = 2  # rounds decoded before measuring
 
 
@@ -209,7 +210,8 @@ def verify_curve(
       context: tokens in the cache of every sequence, whose slots are the least multiple
         of 64 that holds them and the widest block.
       batch: sequences.
-      repetitions: steps in one compiled loop.  runs: loops timed; the median counts.
+      repetitions: steps in one compiled loop, more of a tiny model.
+      runs: loops timed; the median counts.
     """
     slots = -(-(context + max(widths)) // 64) * 64
     cache = model.target.init_cache(batch, slots, model.cache_dtype)
@@ -220,7 +222,8 @@ def verify_curve(
         score = Loop(_score_step, (model.target,), jax.tree.map(jnp.copy, cache))
         return functools.partial(score.run, (model.params, block))
 
-    return timing.in_turn({n: loop(n) for n in widths}, repetitions, runs)
+    loops = {n: loop(n) for n in widths}
+    return timing.in_turn(loops, repetitions, runs, _LEAST)
 
 
 # --- steps ----------------------------------------------------------------------------

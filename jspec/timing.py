@@ -16,6 +16,10 @@ from jspec.roofline import Chip
 from jspec.types import Array
 
 
+# No step takes less than the clock can tell, so that none seems to be free.
+_TICK = time.get_clock_info("perf_counter").resolution
+
+
 def copy_bandwidth(megabytes: int = 256, runs: int = 7) -> float:
     """Memory bandwidth in GB/s (1e9 bytes): the fastest of ``runs`` reads of an array.
 
@@ -42,7 +46,10 @@ def measured_chip(runs: int = 7) -> Chip:
 
 
 def in_turn(
-    programs: Mapping[Any, Callable[[int], None]], repetitions: int, runs: int
+    programs: Mapping[Any, Callable[[int], None]],
+    repetitions: int,
+    runs: int,
+    least: float = 0.0,
 ) -> dict[Any, float]:
     """Median milliseconds of one step of every loop, taking turns.
 
@@ -52,20 +59,30 @@ def in_turn(
     Args:
       programs: name to a function that runs so many steps, or none, and waits for them.
       repetitions: steps a call.  runs: timed calls of each loop.
+      least: seconds a call shall take: a loop of shorter steps runs more of them, for
+        what the call costs varies by more than they take.
 
     Raises:
-      ValueError: unless both are at least 1.
+      ValueError: unless ``repetitions`` and ``runs`` are at least 1.
     """
     if repetitions < 1 or runs < 1:
         raise ValueError(f"repetitions {repetitions} and runs {runs} must be >= 1")
     for loop in programs.values():
         loop(1)  # compiles
+    counts = {n: _steps(loop, repetitions, least) for n, loop in programs.items()}
     times: dict[Any, list[float]] = {name: [] for name in programs}
     for _ in range(runs):
         for name, loop in programs.items():
             call = min(_seconds(loop, 0) for _ in range(3))
-            times[name].append(max(_seconds(loop, repetitions) - call, 0.0))
-    return {n: 1e3 * statistics.median(t) / repetitions for n, t in times.items()}
+            times[name].append(max(_seconds(loop, counts[name]) - call, _TICK))
+    return {n: 1e3 * statistics.median(t) / counts[n] for n, t in times.items()}
+
+
+def _steps(loop: Callable[[int], None], count: int, least: float) -> int:
+    """``count``, doubled until so many steps take ``least`` seconds."""
+    while least and _seconds(loop, count) < least:
+        count *= 2
+    return count
 
 
 def _seconds(function, *arguments) -> float:
