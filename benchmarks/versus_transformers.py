@@ -6,7 +6,7 @@ methods one after the other, so that all of them meet the same machine; medians 
 prompts are quoted. Needs torch (the ``test`` extra).
 
     python benchmarks/versus_transformers.py
-    python benchmarks/versus_transformers.py --dtype bfloat16
+    python benchmarks/versus_transformers.py --dtype bfloat16 --shortest 1
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def main() -> None:
     model = jspec.load(args.target, dtype=args.dtype)
     theirs = _in_transformers(model)
     prompts = load_prompts(args.prompts, args.limit)
-    ngram, hf = drafters.ngram(gamma=args.gamma), {"prompt_lookup_num_tokens": 10}
+    ngram = drafters.ngram(gamma=args.gamma, shortest=args.shortest)
+    hf = {"prompt_lookup_num_tokens": 10}
     vocab_size = model.target.config.vocab_size
     encoded = encode(model.tokenizer, [q.prompt for q in prompts], vocab_size)
     encoded = [ids[: CONTEXT - args.max_new_tokens] for ids in encoded]
@@ -67,6 +68,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="prompts to use; default: all")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--gamma", type=int, default=7, help="jspec's longest draft")
+    parser.add_argument(
+        "--shortest",
+        type=int,
+        default=3,
+        help="n-gram that jspec looks up, in tokens; 1 pays where a block costs hardly "
+        "more than a token (3)",
+    )
     parser.add_argument("--json", help="append the result to this file")
     return parser.parse_args()
 

@@ -19,6 +19,7 @@ BUDGET = 0.005  # of all time may be lost by trying
 _FIRST, _MOST = 2.0, 10.0  # plain rounds in the account: at the start, at most
 _NEWEST = 0.2  # weight of the latest round in the mean gain
 _DRIFT = 0.1  # weight of the latest round in the mean cost
+_UNKNOWN = float("inf")
 _OUTLIER = 4.0  # a round beyond so many times its mean was held up by something else
 
 
@@ -48,17 +49,18 @@ class History(NamedTuple):
     """What is remembered of the rounds so far.
 
     Attributes:
-      gain: mean of ``tau p / c`` over rounds with a drafter; infinite before the first.
+      gain: mean of ``tau p / c`` over rounds with a drafter; infinite before the first,
+        which is a try like any other.
       account: plain rounds that may yet be lost.
     """
 
-    gain: float = float("inf")
+    gain: float = _UNKNOWN
     account: float = _FIRST
 
 
 def speculate(history: History, cost: Cost) -> bool:
     """Should the next round draft?"""
-    if history.gain >= 1:
+    if 1 <= history.gain < _UNKNOWN:
         return history.account > 0
     risk = max(cost.drafted - cost.plain, 0.0) + cost.resume
     return history.account * cost.plain >= risk
@@ -89,7 +91,7 @@ def observe(
     rounds = took / cost.plain
     now = tau / rounds
     mean = history.gain + _NEWEST * (now - history.gain)
-    gain = now if history.gain == float("inf") else mean
+    gain = now if history.gain == _UNKNOWN else mean
     account = history.account + BUDGET * rounds + tau - rounds
     return History(gain, min(account, _MOST))
 

@@ -46,6 +46,14 @@ def test_it_drafts_whenever_that_pays():
     assert faster == pytest.approx(0.5) and share == 1
 
 
+def test_the_first_try_waits_until_the_account_can_pay_it():
+    history, rounds = History(), 0
+    assert speculate(history, Cost(1.0, 2.9, 2.9))
+    while not speculate(history, Cost(1.0, 3.5, 3.5)):
+        history, rounds = rest(history), rounds + 1
+    assert rounds == pytest.approx(0.5 / BUDGET, abs=1)
+
+
 def test_it_comes_back_when_the_text_becomes_easy():
     cost = Cost(1.0, 1.5, 1.5, 1.0)
     _, share = simulate(cost, lambda n: 1.1 if n < 2500 else 3.0)
