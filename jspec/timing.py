@@ -15,7 +15,6 @@ from jax import lax
 from jspec.roofline import Chip
 from jspec.types import Array
 
-
 # No step takes less than the clock can tell, so that none seems to be free.
 _TICK = time.get_clock_info("perf_counter").resolution
 

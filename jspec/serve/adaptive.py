@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 BUDGET = 0.005  # of all time may be lost by trying
 _FIRST, _MOST = 2.0, 10.0  # plain rounds in the account: at the start, at most
+_CHEAP = 1.5  # times a plain round: drafts that cost more seldom pay, and get no credit
 _NEWEST = 0.2  # weight of the latest round in the mean gain
 _DRIFT = 0.1  # weight of the latest round in the mean cost
 _UNKNOWN = float("inf")
@@ -56,6 +57,12 @@ class History(NamedTuple):
 
     gain: float = _UNKNOWN
     account: float = _FIRST
+
+    @classmethod
+    def start(cls, cost: Cost) -> History:
+        """Before the first round; the account is empty where drafts are dear."""
+        cheap = cost.drafted <= _CHEAP * cost.plain
+        return cls(account=_FIRST if cheap else 0.0)
 
 
 def speculate(history: History, cost: Cost) -> bool:
@@ -115,7 +122,7 @@ class Governor:
 
     def __init__(self, costs: Mapping[int, Cost], always: bool):
         self.always, self.costs = always, dict(costs)
-        self._history = {size: History() for size in costs}
+        self._history = {size: History.start(cost) for size, cost in costs.items()}
 
     def speculate(self, size: int) -> bool:
         """Should the next round of this size draft?"""

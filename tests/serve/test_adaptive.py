@@ -20,7 +20,7 @@ def simulate(cost, tau, rounds=5000):
 
     ``tau``: tokens a drafted round emits, from the number of the round.
     """
-    history, paused = History(), False
+    history, paused = History.start(cost), False
     seconds = tokens = drafts = 0.0
     for n in range(rounds):
         if speculate(history, cost):
@@ -47,11 +47,12 @@ def test_it_drafts_whenever_that_pays():
 
 
 def test_the_first_try_waits_until_the_account_can_pay_it():
-    history, rounds = History(), 0
-    assert speculate(history, Cost(1.0, 2.9, 2.9))
-    while not speculate(history, Cost(1.0, 3.5, 3.5)):
+    cheap, dear = Cost(1.0, 1.5, 1.5), Cost(1.0, 1.6, 1.6)
+    assert speculate(History.start(cheap), cheap)
+    history, rounds = History.start(dear), 0
+    while not speculate(history, dear):
         history, rounds = rest(history), rounds + 1
-    assert rounds == pytest.approx(0.5 / BUDGET, abs=1)
+    assert rounds == pytest.approx(0.6 / BUDGET, abs=1)
 
 
 def test_it_comes_back_when_the_text_becomes_easy():
