@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 BUDGET = 0.005  # of all time may be lost by trying
 _FIRST, _MOST = 2.0, 10.0  # plain rounds in the account: at the start, at most
-_CHEAP = 1.5  # times a plain round: drafts that cost more seldom pay, and get no credit
+_CHEAP = 1.5  # times a plain round: a drafter that costs more gets no credit
 _NEWEST = 0.2  # weight of the latest round in the mean gain
 _DRIFT = 0.1  # weight of the latest round in the mean cost
 _UNKNOWN = float("inf")
@@ -60,8 +60,11 @@ class History(NamedTuple):
 
     @classmethod
     def start(cls, cost: Cost) -> History:
-        """Before the first round; the account is empty where drafts are dear."""
-        cheap = cost.drafted <= _CHEAP * cost.plain
+        """Before the first round; the account is empty where a drafter is dear.
+
+        One that looks drafts up is not: without a find its rounds are plain ones.
+        """
+        cheap = cost.idle <= _CHEAP * cost.plain
         return cls(account=_FIRST if cheap else 0.0)
 
 

@@ -53,6 +53,8 @@ def test_the_first_try_waits_until_the_account_can_pay_it():
     while not speculate(history, dear):
         history, rounds = rest(history), rounds + 1
     assert rounds == pytest.approx(0.6 / BUDGET, abs=1)
+    lookup = dear._replace(idle=1.0)
+    assert speculate(History.start(lookup), lookup)
 
 
 def test_it_comes_back_when_the_text_becomes_easy():
