@@ -2,12 +2,12 @@
 
 Every point is an engine whose slots are all busy with prompts of the same set; those of a
 batch size and a drafter run in turn with plain decoding, and end after as many tokens
-whatever they say. A larger
-batch serves more tokens in all and fewer to each user; drafting moves the front outward
-as long as verifying costs less than it saves. ``adaptive`` drafts where that was
-measured to pay; ``scheduled`` cuts chains where the batch has no use for the rest, which
-needs a drafter that draws from a law, and so a temperature. With ``--chip`` nothing is
-run: points are bounds of ``jspec.predict``, and ``best`` is the best setting at each size.
+whatever they say. A larger batch serves more tokens in all and fewer to each user; drafting
+moves the front outward as long as verifying costs less than it saves. ``adaptive`` drafts
+where that was measured to pay; ``scheduled`` cuts chains where the batch has no use for the
+rest, which needs a drafter that draws from a law, and so a temperature. With ``--chip``
+nothing is run: points are bounds of ``jspec.predict``, and ``best`` is the best setting at
+each size.
 
     python experiments/pareto.py --drafters ngram eagle3 --batches 1 4 8 --plot pareto.png
     python experiments/pareto.py --chip v5e --target llama-3.1-8b --drafters eagle3 \\
@@ -74,7 +74,7 @@ def release_when_freed(least: int = 1 << 20) -> None:
     """Has glibc return arrays of so many bytes to the system as soon as they are freed.
 
     Otherwise it learns from the first caches that are freed to keep such arrays in its
-    heaps, which come to hold more than twice what lives.
+    heaps, which grow apart: with two engines of 64 slots to 6.9 GB instead of 3.7.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # there is none on macOS
@@ -151,13 +151,11 @@ def plot(path: str, lines: list[dict], title: str) -> None:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for method in dict.fromkeys(line["method"] for line in lines):
-        mine: dict[int, dict] = {}
-        for line in lines:  # the best of the plain ones
-            old = mine.get(line["batch"], line)
-            if line["method"] == method and line["tokens_per_s"] >= old["tokens_per_s"]:
-                mine[line["batch"]] = line
-        x = [line["tokens_per_s_user"] for line in mine.values()]
-        y = [line["tokens_per_s"] for line in mine.values()]
+        mine = [line for line in lines if line["method"] == method]
+        mine.sort(key=lambda line: (line["batch"], line["tokens_per_s"]))
+        best = {line["batch"]: line for line in mine}  # plain decoding has several
+        x = [line["tokens_per_s_user"] for line in best.values()]
+        y = [line["tokens_per_s"] for line in best.values()]
         axes.plot(x, y, "o-", label=method)
     axes.set(xlabel="tokens/s a user", ylabel="tokens/s in all", title=title)
     axes.legend()

@@ -3,8 +3,9 @@
 Every time is of the real functions on a state in the middle of a generation, a step at a
 time in turn with the others, as in a round: drafting finds the processor's caches full of
 the target's weights, and verifying without some of them, so that each of both takes longer
-than by itself over and over. A step starts from the same state every time, yet depends on the step before and every result is used, so that XLA can neither
-hoist nor drop work. What the host's call costs is taken off; medians, in milliseconds.
+than by itself over and over. A step starts from the same state every time, yet depends on
+the step before and every result is used, so that XLA can neither hoist nor drop work. What
+the host's call costs is taken off; medians, in milliseconds.
 """
 
 from __future__ import annotations
