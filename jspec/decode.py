@@ -18,7 +18,7 @@ from jax import lax
 from jspec import sampling as smp
 from jspec import tree, verify
 from jspec.commit import commit, cut
-from jspec.prefill import Filled, fill_cache
+from jspec.prefill import Filled, fill_at_once, fill_cache
 from jspec.sampling import Sampling
 from jspec.state import LENGTH, RUNNING, Info, Params, State, context, pending
 from jspec.types import (
@@ -56,7 +56,15 @@ _NO_DRAFTS = Drafter(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("target", "drafter", "slots", "chunk", "log_prob", "dtype"),
+    static_argnames=(
+        "target",
+        "drafter",
+        "slots",
+        "chunk",
+        "whole",
+        "log_prob",
+        "dtype",
+    ),
 )
 def prefill(
     params: Params,
@@ -69,6 +77,7 @@ def prefill(
     drafter: Drafter,
     slots: int,
     chunk: int = 64,
+    whole: int | None = None,
     log_prob: bool = False,
     dtype=jnp.float32,
 ) -> State:
@@ -83,16 +92,20 @@ def prefill(
         ``slots - drafter.shape.depth``.
       slots: cache capacity in tokens.
       chunk: prompt tokens scored at once.
+      whole: instead of chunks, the width of a block that holds all prompts, see
+        ``prefill.fill_at_once``.
       log_prob: record log-probabilities of the emitted tokens.
       dtype: of the cache.
     """
-    filled = fill_cache(
+    fill = functools.partial(fill_cache, chunk=chunk)
+    if whole is not None:
+        fill = functools.partial(fill_at_once, width=whole)
+    filled = fill(
         target,
         params.target,
         tokens,
         length,
         slots=slots,
-        chunk=chunk,
         taps=drafter.shape.taps,
         dtype=dtype,
     )

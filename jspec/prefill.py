@@ -1,4 +1,4 @@
-"""Filling a cache from prompts, in chunks: the same score and append as decoding."""
+"""Filling a cache from prompts, at once or in chunks: the score and append of decoding."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jax import lax
 from jspec.types import Array, Target, chain
 
 _WIDEST = 128  # rows beyond it gain little speed and cost memory
+_AT_ONCE = 1024  # rows of a batch that are scored without a cache
 _STEP = 32  # so few widths that their programs are soon compiled
 
 
@@ -25,6 +26,12 @@ class Filled(NamedTuple):
 
     cache: Any
     features: Array | None
+
+
+def whole_for(tokens: int, batch: int) -> int | None:
+    """The width of a block that holds prompts of ``tokens``; None if it is too wide."""
+    width = -(-max(tokens - 1, 1) // _STEP) * _STEP
+    return width if width * batch <= _AT_ONCE else None
 
 
 def chunk_for(tokens: int) -> int:
@@ -94,6 +101,40 @@ def fill_cache(
     if taps:
         features = features[:, :width]
     return Filled(cache.crop(slots), features)
+
+
+def fill_at_once(
+    model: Target,
+    params: Any,
+    tokens: Array,
+    length: Array,
+    *,
+    slots: int,
+    width: int,
+    taps: tuple[int, ...] = (),
+    dtype=jnp.float32,
+) -> Filled:
+    """``fill_cache`` of short prompts: one block over no cache, which then becomes it.
+
+    Weights are read once, nothing attends to empty slots, and no larger cache is cropped.
+
+    Args:
+      width: at least ``max(length) - 1``, of the block.
+      The others are those of ``fill_cache``.
+    """
+    batch, given = tokens.shape
+    padded = jnp.pad(tokens, ((0, 0), (0, max(width - given, 0))))
+    count = length - 1
+    block = chain(padded[:, :width], live=jnp.arange(width) < count[:, None])
+    nothing = model.init_cache(batch, 0, dtype)
+    out = model.score(params, nothing, block, taps=taps, rows="none")
+    kept = jnp.broadcast_to(jnp.arange(min(width, slots)), (batch, min(width, slots)))
+    cache = model.init_cache(batch, slots, dtype).append(out.kv, kept, count)
+    features = None
+    if taps:
+        live = jnp.where(block.live[..., None], out.features, 0)[:, :given]
+        features = jnp.pad(live, ((0, 0), (0, given - live.shape[1]), (0, 0)))
+    return Filled(cache, features)
 
 
 def _over(large: Array, small: Array) -> Array:

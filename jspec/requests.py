@@ -12,7 +12,7 @@ import numpy as np
 from jspec import decode, sampling, verify
 from jspec.drafters.draft import Draft
 from jspec.models import Model
-from jspec.prefill import chunk_for
+from jspec.prefill import chunk_for, whole_for
 from jspec.state import Params, State
 from jspec.text import Prompt, encode
 from jspec.types import Drafter, Rule
@@ -50,12 +50,14 @@ class Request:
         return self.params, self.options, tokens, length, limit
 
     def prefill(self) -> State:
+        longest = max(map(len, self.prompts))
         return decode.prefill(
             *self.arguments,
             target=self.model.target,
             drafter=self.draft.drafter,
             slots=self.slots,
-            chunk=chunk_for(max(map(len, self.prompts))),
+            chunk=chunk_for(longest),
+            whole=whole_for(longest, len(self.prompts)),
             log_prob=self.log_prob,
             dtype=self.model.cache_dtype,
         )

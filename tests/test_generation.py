@@ -9,7 +9,7 @@ import pytest
 
 import jspec
 from jspec import drafters, verify
-from jspec.prefill import chunk_for, fill_cache
+from jspec.prefill import fill_cache
 from jspec.testing import scripted, tiny
 
 GAMMA = 4
@@ -85,15 +85,11 @@ def test_a_wrong_drafter_near_the_end_of_the_context():
     assert PROMPT + out.tokens[0] == TEXT[0][:16]
 
 
-def test_prompts_fill_their_chunks():
-    widths = [chunk_for(tokens) for tokens in (1, 33, 34, 76, 129, 130, 250, 1000)]
-    assert widths == [32, 32, 64, 96, 128, 96, 128, 128]
-
-
-@pytest.mark.parametrize("length", [1, 2, 32, 33, 34, 65, 129, 130])
-def test_prompt_lengths_around_the_prefill_chunk(length):
+@pytest.mark.parametrize("length", [1, 2, 32, 33, 34, 65, 130])
+@pytest.mark.parametrize("copies", [1, 33])  # scored at once, and in chunks
+def test_prompt_lengths_around_the_prefill_chunk(length, copies):
     prompt = [(7 * i) % VOCAB for i in range(length)]
-    plain = jspec.generate(MODEL, None, [prompt], max_new_tokens=8).tokens[0]
+    plain = jspec.generate(MODEL, None, [prompt] * copies, max_new_tokens=8).tokens[-1]
     logits = MODEL.target.score(
         MODEL.params,
         MODEL.target.init_cache(1, 1, jnp.float32),
@@ -101,8 +97,8 @@ def test_prompt_lengths_around_the_prefill_chunk(length):
     ).logits[0]
     greedy = np.argmax(np.asarray(logits), -1)
     assert greedy[length - 1 : -1].tolist() == plain
-    mixed = scripted.mixture([prompt + plain], GAMMA, VOCAB, seed=length)
-    out = jspec.generate(MODEL, mixed, [prompt], max_new_tokens=8)
+    mixed = scripted.mixture([prompt + plain] * copies, GAMMA, VOCAB, seed=length)
+    out = jspec.generate(MODEL, mixed, [prompt] * copies, max_new_tokens=8)
     assert out.tokens[0] == plain
 
 

@@ -46,7 +46,7 @@ def latent_attention(
         )
 
     s_cache, s_block = scores(stored, live), scores(own, seen)
-    top = jnp.maximum(s_cache.max(1), s_block.max(1))[:, None]
+    top = jnp.maximum(s_cache.max(1, initial=MASKED), s_block.max(1))[:, None]
     e_cache, e_block = jnp.exp(s_cache - top), jnp.exp(s_block - top)
     total = e_cache.sum(1) + e_block.sum(1)
     out = (mix(e_cache, stored) + mix(e_block, own)) / total[..., None]

@@ -212,7 +212,8 @@ def attend(
     Args:
       layer: its weights.  h: ``[B, N, I]`` normalised input, I as wide as ``qkv`` wants.
       cached: keys ``[B, K, D, S]``, values ``[B, K, S, D]`` and ``length [B]``.
-      mask: as in ``block_attention``.  turn: from ``rope.turns``.
+      mask: as in ``block_attention``; of its own block a row sees no node after it.
+      turn: from ``rope.turns``.
       config, window: static.
       before: keys and values ``[B, R, K, D]`` of block rows scored earlier, which are the
         first columns of ``mask [B, N, R + N]``.
@@ -241,6 +242,7 @@ def attend(
         scale=config.query_scale,
         window=window,
         softcap=config.attn_softcap,
+        ordered=before is None,
     ).astype(h.dtype)
     return output(layer, packing.rows(pack, a), gate), k, v
 

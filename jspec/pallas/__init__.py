@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 
@@ -34,6 +36,7 @@ def block_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    ordered: bool = False,
     impl: str | None = None,
 ) -> Array:
     """Attention of a block over the cached prefix and over itself, one softmax.
@@ -45,7 +48,7 @@ def block_attention(
 
     Args:
       q: ``[B, N, H, D]``, rotated.
-      k_cache: ``[B, K, D, S]``.  v_cache: ``[B, K, S, D]``.
+      k_cache: ``[B, K, D, S]``.  v_cache: ``[B, K, S, D]``. S may be 0.
       length: ``[B]`` int32, live cache slots.
       k_block: ``[B, R, K, D]``, rotated.  v_block: ``[B, R, K, D]``.
       mask: ``[B, N, R]`` bool.
@@ -54,6 +57,7 @@ def block_attention(
         position is ``length + depth``, its depth the number of its other visible
         nodes); None for no window. Needs R = N.
       softcap: ``c * tanh(s / c)`` on the scores, or None.
+      ordered: no row sees a node after it, so half of a wide block can be left out.
       impl: a name of ``IMPLEMENTATIONS``, which runs or raises; None for ``choose``'s.
 
     Returns:
@@ -73,7 +77,7 @@ def block_attention(
         raise NotImplementedError(f"impl {name!r}: {reason}")
     attend = IMPLEMENTATIONS[name]
     if name == "xla" and platform() == "cpu":
-        attend = live.block_attention
+        attend = functools.partial(live.block_attention, ordered=ordered)
     return attend(
         q,
         k_cache,
@@ -121,6 +125,8 @@ def obstacle(
     (_, nodes, _, dim), dtype = q.shape, k_cache.dtype
     if dim not in _HEAD_DIMS:
         return f"head size {dim} is not one of {_HEAD_DIMS}"
+    if not k_cache.shape[-1]:
+        return "there is no cache to read"
     if dtype.name not in _DTYPES[name]:
         return f"a cache of {dtype.name} is not one of {_DTYPES[name]}"
     if max(nodes, k_block.shape[1]) > _MAX_NODES:

@@ -1,4 +1,4 @@
-"""The XLA path of CPUs: attention over the part of the cache that holds live slots."""
+"""The XLA path of CPUs: attention over what can be seen, and not over what is masked."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from jspec.pallas import reference
 from jspec.types import Array
 
 _FEWEST = 128  # slots that are not worth a choice
+_ROWS = 96  # of a wide block that are worth products of their own
+_PARTS = 5  # of a wide block; more save less than they cost
 
 
 def sizes(slots: int) -> list[int]:
@@ -25,22 +27,46 @@ def block_attention(
     k_cache: Array,
     v_cache: Array,
     length: Array,
-    *block: Array,
+    k_block: Array,
+    v_block: Array,
+    mask: Array,
+    *,
+    window: int | None = None,
+    ordered: bool = False,
     **options,
 ) -> Array:
     """``reference.block_attention`` over the fewest of ``sizes`` that hold every live slot.
 
     One program has a branch for each. Dead slots cost what live ones cost: products, and an
-    exponential for every head and row. Shapes are those of ``jspec.pallas.block_attention``;
-    ``block`` is ``k_block, v_block, mask``.
+    exponential for every head and row. The same holds for the nodes after a row: an
+    ``ordered`` block of many rows is cut, and every part sees the nodes up to its end.
+    Arguments are those of ``jspec.pallas.block_attention``.
     """
 
-    def over(size: int) -> Array:
-        k, v = k_cache[..., :size], v_cache[:, :, :size]
-        return reference.block_attention(q, k, v, length, *block, **options)
+    def over(size: int, rows: slice = slice(None), nodes: slice = slice(None)) -> Array:
+        return reference.block_attention(
+            q[:, rows],
+            k_cache[..., :size],
+            v_cache[:, :, :size],
+            length,
+            k_block[:, nodes],
+            v_block[:, nodes],
+            mask[:, rows, nodes],
+            window=window,
+            **options,
+        )
+
+    def of_parts(size: int) -> Array:
+        count = max(min(q.shape[1] // _ROWS, _PARTS), 1)
+        if count == 1 or not ordered or window is not None:
+            return over(size)
+        ends = [q.shape[1] * (i + 1) // count for i in range(count)]
+        starts = [0, *ends[:-1]]
+        parts = zip(starts, ends, strict=True)
+        return jnp.concatenate([over(size, slice(a, b), slice(b)) for a, b in parts], 1)
 
     among = sizes(k_cache.shape[-1])
     if len(among) == 1:
-        return over(among[0])
+        return of_parts(among[0])
     which = jnp.sum(jnp.max(length) > jnp.asarray(among[:-1]))
-    return lax.switch(which, [functools.partial(over, size) for size in among])
+    return lax.switch(which, [functools.partial(of_parts, size) for size in among])

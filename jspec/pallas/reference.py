@@ -53,7 +53,7 @@ def block_attention(
 
     s_cache = jnp.where(rows(in_cache), scores(k_cache), MASKED)
     s_block = jnp.where(rows(in_block), scores(k_block), MASKED)
-    top = jnp.maximum(s_cache.max(-1), s_block.max(-1))[..., None]
+    top = jnp.maximum(s_cache.max(-1, initial=MASKED), s_block.max(-1))[..., None]
     e_cache, e_block = jnp.exp(s_cache - top), jnp.exp(s_block - top)
     total = e_cache.sum(-1) + e_block.sum(-1)
 

@@ -198,3 +198,29 @@ def test_sizes_double_up_to_the_slots():
     assert live.sizes(64) == [64]
     assert live.sizes(128) == [128]
     assert live.sizes(832) == [128, 256, 512, 832]
+
+
+@pytest.mark.parametrize("slots", [0, 300])
+@pytest.mark.parametrize("topology", ["chain", "tree"])
+@pytest.mark.parametrize("extra", [{}, {"window": 40}])
+def test_wide_blocks_are_cut_where_no_row_sees_a_node_after_it(slots, topology, extra):
+    nodes = 3 * live._ROWS + 5
+    *arrays, masks = inputs(4, 2, nodes, 4, 2, 8, slots)
+    arguments = *arrays, masks[topology]
+    wanted = reference.block_attention(*arguments, scale=0.3, **extra)
+    got = live.block_attention(*arguments, scale=0.3, ordered=True, **extra)
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+    if not extra:  # the promise is kept, so that what lies after a part is not read
+        last = nodes // live._ROWS
+        k, v = (x.at[:, -1].set(jnp.nan) for x in arguments[4:6])
+        arguments = *arguments[:4], k, v, arguments[6]
+        got = live.block_attention(*arguments, scale=0.3, ordered=True)
+        ends = nodes * (last - 1) // last
+        np.testing.assert_allclose(got[:, :ends], wanted[:, :ends], atol=1e-5)
+
+
+def test_without_a_cache_a_block_attends_to_itself():
+    *arrays, masks = inputs(5, *SHAPES["grouped"][:-1], 0)
+    for mask in masks.values():
+        got = block_attention(*arrays, mask, scale=0.3)
+        np.testing.assert_allclose(got, slow(*arrays, mask, scale=0.3), atol=1e-5)
