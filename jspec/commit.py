@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.state import EOS, FAULT, LENGTH, RUNNING, Info, State
-from jspec.types import Array, Block, DraftState, Scores, TargetLaw, Verdict
+from jspec.types import Array, Block, DraftState, Scores, Verdict
 
 
 def emitted_tokens(block: Block, verdict: Verdict) -> Array:
@@ -24,8 +24,10 @@ def emitted_tokens(block: Block, verdict: Verdict) -> Array:
     return jnp.where(is_draft, drafts, verdict.next_token[:, None])
 
 
-def cut(state: State, block: Block, verdict: Verdict, law: TargetLaw, out: Scores):
+def cut(state: State, block: Block, verdict: Verdict, best: Array, out: Scores):
     """The verdict cut at an end-of-sequence token, at the budget and at a fault.
+
+    ``best [B, N]`` is the target's best token at every node.
 
     Returns the cut verdict, the number of tokens to commit ``[B]`` and why a row ends.
     """
@@ -40,7 +42,7 @@ def cut(state: State, block: Block, verdict: Verdict, law: TargetLaw, out: Score
         return jnp.min(jnp.where(hit & (step < wanted[:, None]), step, steps), -1)
 
     end = first(jnp.isin(tokens, state.sampling.eos))
-    fault = first(~jnp.isfinite(_top_logit(out.logits, law, verdict)))
+    fault = first(~jnp.isfinite(_top_logit(out.logits, best, verdict)))
     count = jnp.minimum(jnp.minimum(wanted, end + 1), fault)
     count = jnp.where(running, count, 0)
     reason = jnp.where(count == room, LENGTH, RUNNING)
@@ -57,14 +59,14 @@ def cut(state: State, block: Block, verdict: Verdict, law: TargetLaw, out: Score
     return cut, count, reason
 
 
-def _top_logit(logits: Array, law: TargetLaw, verdict: Verdict) -> Array:
+def _top_logit(logits: Array, best: Array, verdict: Verdict) -> Array:
     """The logit of the best token at every path node ``[B, P]``.
 
     It is NaN or infinite if and only if the row holds a NaN or +inf, or nothing but
     -inf: one gather instead of a pass over ``[B, N, V]``.
     """
     node = jnp.maximum(verdict.path, 0)
-    best = jnp.take_along_axis(law.best, node, axis=1)
+    best = jnp.take_along_axis(best, node, axis=1)
     batch = jnp.arange(logits.shape[0])[:, None]
     return jnp.where(verdict.path < 0, 0.0, logits[batch, node, best])
 

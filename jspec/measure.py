@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jspec import decode, theory, timing, tree, verify
+from jspec import decode, theory, timing
 from jspec import sampling as smp
 from jspec.drafters.draft import Draft
 from jspec.models import Model
@@ -306,18 +306,12 @@ def _propose(drafter: Drafter, params, state: State):
 
 
 def _judge(target: Target, drafter: Drafter, rule: Rule, params, state: State, block):
-    """Score, law, noise and rule of a round; see ``decode.decode_round``."""
-    shape, mask = drafter.shape, tree.ancestors(block.parent)
-    out = decode.score_live(target, params.target, state.cache, block, shape)
-    law = smp.law(
-        out.logits, state.sampling, state.tokens, state.length, state.start, block, mask
-    )
+    """Score, law, noise and rule of a round: verdict and scores."""
     _, key = smp.row_keys(state.sampling, state.round)
-    nodes, vocab = law.p.shape[1:]
-    noise = smp.noise(key, state.sampling, state.length, nodes, shape.depth + 1, vocab)
-    verdict = verify.batched(rule)(noise, block, law)
-    path = verdict.path[:, : shape.depth + 1]
-    return dataclasses.replace(verdict, path=path), out
+    out, verdict, _ = decode.judged(
+        params, state, block, key, target=target, drafter=drafter, rule=rule
+    )
+    return verdict, out
 
 
 def _shift(state: State, zero: Array) -> State:

@@ -24,6 +24,7 @@ from jspec.types import Array, Block, TargetLaw
 __all__ = [
     "Sampling",
     "argmax",
+    "draft",
     "draft_law",
     "draw",
     "law",
@@ -158,6 +159,23 @@ def draft_law(logits: Array, sampling: Sampling) -> Array:
     must return the very ``q`` that it drew from.
     """
     return target_law(logits[:, None], sampling).p[:, 0]
+
+
+def draft(logits: Array, key: Array, sampling: Sampling) -> tuple[Array, Array]:
+    """A token ``[B]`` of each row of a drafter's ``logits [B, V]``, and ``draft_law``.
+
+    ``key [B]`` is consumed. Where all rows have temperature 0 nothing is drawn.
+    """
+
+    def drawn() -> tuple[Array, Array]:
+        law = draft_law(logits, sampling)
+        return jax.vmap(draw)(jax.vmap(jax.random.uniform)(key), law), law
+
+    def best() -> tuple[Array, Array]:
+        token = argmax(logits.astype(jnp.float32))
+        return token, jax.nn.one_hot(token, logits.shape[-1])
+
+    return lax.cond(jnp.any(sampling.temperature > 0), drawn, best)
 
 
 def _soften(z: Array, s: Sampling) -> Array:

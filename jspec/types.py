@@ -13,6 +13,7 @@ yet in the cache, so ``cache.length == n - 1``. It is node 0, the root, of every
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,6 +68,17 @@ class Block:
     live: Array
     vote: Array
     law: Law = POINT_MASS
+
+    def first(self, nodes: int) -> Block:
+        """The block of the first ``nodes``."""
+        q = self.law.q if self.law.q is None else self.law.q[:, :nodes]
+        return Block(
+            token=self.token[:, :nodes],
+            parent=self.parent[:, :nodes],
+            live=self.live[:, :nodes],
+            vote=self.vote[:, :nodes],
+            law=dataclasses.replace(self.law, q=q),
+        )
 
 
 def chain(token: Array, live: Array | None = None, law: Law = POINT_MASS) -> Block:

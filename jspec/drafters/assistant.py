@@ -212,8 +212,7 @@ def drafter(design: Design, gamma: int = 4) -> Drafter:
 
         def one(carry, keys):
             logits, hidden = step(design, params, seen, *carry)
-            law = smp.draft_law(logits, context.sampling)
-            drawn = jax.vmap(smp.draw)(jax.vmap(jax.random.uniform)(keys), law)
+            drawn, law = smp.draft(logits, keys, context.sampling)
             return (drawn, hidden), (drawn, law)
 
         root = pending(context)

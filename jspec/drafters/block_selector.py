@@ -48,8 +48,7 @@ def selected(
     def step(previous: Array, row):
         value, ids, aim, keys = row
         score = value + _bilinear(joint, previous, aim, ids)
-        few = smp.draft_law(score, sampling)
-        at = jax.vmap(smp.draw)(jax.vmap(jax.random.uniform)(keys), few)
+        at, few = smp.draft(score, keys, sampling)
         token = jnp.take_along_axis(ids, at[:, None], 1)[:, 0]
         return token, (token, few)
 

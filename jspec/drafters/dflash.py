@@ -54,10 +54,8 @@ def independent(
 
 def draw_rows(logits: Array, key: Array, sampling) -> Drafts:
     """Draws every row of ``logits [B, G, V']`` by itself; ``key [B]``."""
-    law = smp.target_law(logits, sampling).p
-    keys = jax.vmap(lambda k: jax.random.split(k, law.shape[1]))(key)
-    uniform = jax.vmap(jax.vmap(jax.random.uniform))(keys)
-    return Drafts(jax.vmap(jax.vmap(smp.draw))(uniform, law), law)
+    keys = jax.vmap(lambda k: jax.random.split(k, logits.shape[1]))(key)
+    return Drafts(*jax.vmap(smp.draft, (1, 1, None), 1)(logits, keys, sampling))
 
 
 @struct.dataclass

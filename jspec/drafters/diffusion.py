@@ -20,7 +20,7 @@ from jspec.drafters.block_conv import Convs, around
 from jspec.drafters.block_reach import by_row, decoding
 from jspec.models import rope
 from jspec.models.config import Config
-from jspec.models.linear import Rows, linear, looked_up
+from jspec.models.linear import linear, looked_up
 from jspec.models.transformer import Layer, mlp, output, project, rms_norm
 from jspec.types import Array
 
@@ -47,7 +47,7 @@ class Weights:
 
     embed: Array
     layers: tuple[Layer, ...]
-    head: Array | Rows
+    head: Array
     fc: Any
     context_norm: Any
     final_norm: Any

@@ -104,8 +104,7 @@ def left_to_right(
         h, base, keys = row
         e = joint.before[previous]
         s, z = link(joint, s, e, h)
-        law = smp.draft_law(base + linear(z, joint.after), sampling)
-        token = jax.vmap(smp.draw)(jax.vmap(jax.random.uniform)(keys), law)
+        token, law = smp.draft(base + linear(z, joint.after), keys, sampling)
         return (s, token if ids is None else ids[token]), (token, law, e)
 
     start = joint.start(anchor.shape[0]), anchor

@@ -22,7 +22,7 @@ from jspec.drafters.growth import Grower
 from jspec.drafters.layers import Attention
 from jspec.drafters.recurrent import Net, recurrent
 from jspec.models.config import Config
-from jspec.models.linear import Rows, linear, looked_up
+from jspec.models.linear import linear, looked_up
 from jspec.models.transformer import Layer, mlp, rms_norm
 from jspec.types import Array, Drafter
 
@@ -45,7 +45,7 @@ class Weights:
 
     embed: Array
     layers: tuple[Layer, ...]
-    head: Array | Rows
+    head: Array
     fc: Any = None
     fc_bias: Any = None
     feature_norm: Any = None

@@ -65,8 +65,7 @@ def early_exit(part: Target, layers: int, gamma: int) -> Drafter:
             )
             row = jnp.broadcast_to(i, token.shape[:1])
             out = part.score(params, cache, grown, rows=row)
-            law = smp.draft_law(out.logits[:, 0], context.sampling)
-            drawn = jax.vmap(smp.draw)(jax.vmap(jax.random.uniform)(keys), law)
+            drawn, law = smp.draft(out.logits[:, 0], keys, context.sampling)
             return token.at[:, i + 1].set(drawn), law
 
         token, laws = lax.scan(step, token, (jnp.arange(gamma), keys))

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from jspec import tree
@@ -39,13 +38,7 @@ def truncate(draft: Draft, nodes: int) -> Draft:
 def _truncated(drafter: Drafter, nodes: int) -> Drafter:
     def propose(params, state, key, context: Context):
         block, state = drafter.propose(params, state, key, context)
-        shared = block.law.to_target  # the only leaf without a leading batch
-        law = dataclasses.replace(block.law, to_target=None)
-        block = jax.tree.map(
-            lambda x: x[:, :nodes], dataclasses.replace(block, law=law)
-        )
-        law = dataclasses.replace(block.law, to_target=shared)
-        return dataclasses.replace(block, law=law), state
+        return block.first(nodes), state
 
     shape = drafter.shape
     shape = shape._replace(

@@ -91,8 +91,8 @@ def small_model(
         def step(carry, keys):
             cache, token = carry
             logits, cache = _feed(model, params, cache, token)
-            law = smp.draft_law(_fit(logits[:, 0], vocab_size), context.sampling)
-            token = jax.vmap(smp.draw)(jax.vmap(jax.random.uniform)(keys), law)
+            logits = _fit(logits[:, 0], vocab_size)
+            token, law = smp.draft(logits, keys, context.sampling)
             return (cache, token), (token, law)
 
         keys = jax.vmap(lambda k: jax.random.split(k, gamma), out_axes=1)(key)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from jspec.types import Target
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_AFFINITY = hasattr(os, "sched_getaffinity")  # not on every system
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class, two names
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 _PICKLED_FILES = ["*.bin", "*.pt"]
@@ -155,7 +153,7 @@ def _from_gguf(name: str, path: Path, dtype) -> Model:
     # First, so that what building it takes is free again when the weights come.
     tokenizer = gguf_meta.tokenizer(file.metadata)
     file.metadata.clear()
-    weights = build(config, file, dtype, _parts())
+    weights = build(config, file, dtype)
     return Model(name, target(config), weights, tokenizer, dtype)
 
 
@@ -163,15 +161,8 @@ def _from_files(name: str, folder: Path, files: list[Path], dtype) -> Model:
     config = config_from_hf(_config(folder))
     source = Safetensors(files[0] if len(files) == 1 else folder, files)
     tokenizer = _tokenizer(folder)
-    weights = build(config, source, dtype, _parts())
+    weights = build(config, source, dtype)
     return Model(name, target(config), weights, tokenizer, dtype)
-
-
-def _parts() -> int:
-    """Blocks of rows that a product is cut into: one a core of a CPU, for all to work."""
-    if jax.default_backend() != "cpu":
-        return 1
-    return min(len(os.sched_getaffinity(0)) if _AFFINITY else os.cpu_count() or 1, 8)
 
 
 def _config(folder: Path) -> dict:

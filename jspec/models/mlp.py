@@ -7,7 +7,7 @@ import functools
 import jax
 from flax import struct
 
-from jspec.models.linear import Rows, linear
+from jspec.models.linear import linear
 from jspec.types import Array
 
 
@@ -18,8 +18,8 @@ class Mlp:
     ``gate_up_bias [2, I]`` and ``down_bias [M]``, or None.
     """
 
-    gate_up: Array | Rows
-    down: Array | Rows
+    gate_up: Array
+    down: Array
     gate_up_bias: Array | None = None
     down_bias: Array | None = None
 

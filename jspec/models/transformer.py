@@ -21,7 +21,7 @@ from jspec.cache import KV, KVCache
 from jspec.models import moe, rope
 from jspec.models import packed as packing
 from jspec.models.config import Config
-from jspec.models.linear import Rows, linear, looked_up
+from jspec.models.linear import linear, looked_up
 from jspec.models.mlp import Mlp, gated
 from jspec.models.packed import Packed
 from jspec.pallas import block_attention
@@ -31,7 +31,7 @@ from jspec.types import Array, Block, Scores, Target
 
 @struct.dataclass
 class Layer:
-    """Weights of one layer; products are stored ``[out, in]``, or as ``Rows``. G = H / K.
+    """Weights of one layer; products are stored ``[out, in]``. G = H / K.
 
     Attributes:
       qkv: ``[K, G + 2, D, M]``; per kv head its queries, its key, its value. With gates
@@ -44,8 +44,8 @@ class Layer:
       qkv_bias ``[K, G + 2, D]``, out_bias ``[M]``: or None.
     """
 
-    qkv: Array | Rows
-    out: Array | Rows
+    qkv: Array
+    out: Array
     mlp: Mlp | moe.Moe
     attn_norm: Array
     mlp_norm: Array

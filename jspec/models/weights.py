@@ -10,7 +10,6 @@ import numpy as np
 
 from jspec.models import names, tensorfile
 from jspec.models.config import Config
-from jspec.models.linear import Rows, in_rows
 from jspec.models.transformer import Weights
 
 
@@ -41,11 +40,10 @@ class Safetensors:
         tensorfile.read(key, stored, out)
 
 
-def build(config: Config, source: Checkpoint, dtype, parts: int = 1) -> Weights:
+def build(config: Config, source: Checkpoint, dtype) -> Weights:
     """The weights of ``source`` in ``dtype``, on the default device.
 
-    Some stay float32, see ``names.dtype_of``. With ``parts`` above 1 the products of the
-    layers are ``Rows`` of so many blocks.
+    Some stay float32, see ``names.dtype_of``.
 
     Every tensor is read straight into its fused array, which a CPU device takes over as
     it is: peak host memory is the weights and one tensor.
@@ -66,16 +64,8 @@ def build(config: Config, source: Checkpoint, dtype, parts: int = 1) -> Weights:
         for name in in_array[path]:
             source.read(name, host[table[name].index])
         # Waiting keeps transfers to an accelerator from piling up in host memory.
-        arrays[path] = jax.block_until_ready(_put(path, host, parts))
+        arrays[path] = jax.block_until_ready(jax.device_put(host))
     return names.assemble(config, arrays)
-
-
-def _put(path: names.Path, host: np.ndarray, parts: int) -> jax.Array | Rows:
-    """An array on the device, cut into blocks if it is a float32 product of a layer."""
-    product = names.PRODUCTS.get(str(path[-1])) == host.ndim
-    if not product or host.dtype != np.float32:
-        return jax.device_put(host)
-    return in_rows(host, parts)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspec.cache import KVCache
 from jspec.drafters.draft import Draft
 from jspec.models import Model, megatron
-from jspec.models.linear import Rows
 from jspec.serve.slots import Axes, Shardings
 from jspec.state import State
 
@@ -61,22 +60,14 @@ def check(mesh: Mesh, sizes: tuple[int, ...]) -> None:
 
 
 def shard(mesh: Mesh, model: Model) -> Model:
-    """The model with its weights split over ``model`` and copied over ``data``.
-
-    Blocks of rows, which only help a single CPU device, are joined again.
-    """
-    params = jax.tree.map(
-        lambda x: x.whole if isinstance(x, Rows) else x,
-        model.params,
-        is_leaf=lambda x: isinstance(x, Rows),
-    )
+    """The model with its weights split over ``model`` and copied over ``data``."""
 
     def put(path, x):
         names = [k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)]
         ndim, axis = megatron.SPLIT.get(names[-1] if names else "", (0, _WHOLE))
         return _put(mesh, np.asarray(x), axis if x.ndim == ndim else _WHOLE)
 
-    sharded = jax.tree_util.tree_map_with_path(put, params)
+    sharded = jax.tree_util.tree_map_with_path(put, model.params)
     return dataclasses.replace(model, params=sharded)
 
 

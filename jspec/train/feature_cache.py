@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.models.linear import wholes
 from jspec.train.atomic import replacing
 from jspec.train.features import Features, extract
 from jspec.train.packing import Rows, order
@@ -214,7 +214,7 @@ def stored_taps(folder: str | Path, wanted: tuple[int, ...]) -> tuple[int, ...]:
 def fingerprint(target: Target, params: Any) -> str:
     """A hash of a model's config and of every bit of its weights."""
     digest = hashlib.sha256(repr(target.config).encode())
-    for leaf in wholes(params):
+    for leaf in jax.tree.leaves(params):
         array = np.asarray(leaf)
         digest.update(f"{array.shape} {array.dtype.name}".encode())
         digest.update(array.tobytes())

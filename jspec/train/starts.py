@@ -18,7 +18,7 @@ from jspec.drafters.mtp import design_of
 from jspec.drafters.published_eagle import Head
 from jspec.drafters.published_mtp import Modules
 from jspec.drafters.tensors import target_head
-from jspec.models import Model, architecture, linear
+from jspec.models import Model, architecture
 from jspec.models.config import Config, Rope
 from jspec.train.draft_rows import draft_rows
 from jspec.train.features import extract
@@ -239,9 +239,5 @@ def _last_layer(target: Model) -> tuple[Any, Config]:
 
 
 def float32(tree: Any) -> Any:
-    """A float32 copy in which no product is cut into blocks."""
-    return jax.tree.map(
-        lambda x: jnp.asarray(np.asarray(x), jnp.float32),
-        tree,
-        is_leaf=lambda x: isinstance(x, linear.Rows),
-    )
+    """A float32 copy."""
+    return jax.tree.map(lambda x: jnp.array(x, jnp.float32), tree)

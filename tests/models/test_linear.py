@@ -1,4 +1,4 @@
-"""Weights in blocks of rows are the same weights."""
+"""Products in every form that a CPU has a program for; embeddings."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,6 @@ import pytest
 
 from jspec import models, types
 from jspec.models import linear
-from jspec.models.linear import Rows, wholes
 from jspec.testing import tiny
 
 WIDE = dict(
@@ -15,56 +14,34 @@ WIDE = dict(
 )
 
 
-@pytest.mark.parametrize(
-    ("rows", "parts", "blocks"), [(300, 2, 2), (130, 8, 2), (5, 4, 1)]
-)
-def test_blocks_cover_every_row_once(rows, parts, blocks):
-    cuts = linear.bounds(rows, parts)
-    assert len(cuts) == blocks
-    assert [i for a, b in cuts for i in range(a, b)] == list(range(rows))
-
-
-@pytest.mark.parametrize("count", [1, 5])
-def test_product_of_blocks_is_that_of_the_whole(count):
+@pytest.mark.parametrize("count", [1, 2, 5, 47, 48, 300])
+def test_a_product_is_one_however_many_rows_it_has(count):
     w = jax.random.normal(jax.random.key(0), (3, 4, 16, 24))
-    flat = w.reshape(-1, 24)
-    rows = Rows(w, tuple(flat[a:b] for a, b in ((0, 50), (50, 192))))
     x = jax.random.normal(jax.random.key(1), (2, count, 24))
     bias = jax.random.normal(jax.random.key(2), w.shape[:-1])
     expected = jnp.einsum("bni,acdi->bnacd", x, w) + bias
-    for weight in (w, rows):
-        y = linear.linear(x, weight, bias)
+    y = jax.jit(linear.linear)(x, w, bias)
+    np.testing.assert_allclose(y, expected.reshape(2, count, -1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_few_rows_have_gradients_and_batches(dtype):
+    w = jax.random.normal(jax.random.key(0), (16, 24)).astype(dtype)
+    x = jax.random.normal(jax.random.key(1), (3, 5, 24))
+
+    def loss(product, x, w):
+        return jnp.sum(jnp.sin(product(x, w)))
+
+    def plain(x, w):
+        return x.astype(dtype).astype(jnp.float32) @ w.astype(jnp.float32).T
+
+    ours, theirs = (jax.grad(loss, (1, 2))(f, x, w) for f in (linear.linear, plain))
+    for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(
-            y, expected.reshape(2, count, -1), rtol=1e-5, atol=1e-5
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-2, atol=2e-2
         )
-    np.testing.assert_array_equal(rows, w)
-    assert rows.shape == w.shape
-
-
-def test_loaded_weights_are_cut_and_saved_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(models.load.__globals__["os"], "cpu_count", lambda: 2)
-    monkeypatch.setitem(models.load.__globals__, "_AFFINITY", False)
-    model = tiny.model(seed=1, **WIDE)
-    loaded = models.load(models.save(model, tmp_path / "a"), dtype="float32")
-    layer = loaded.params.layers[0]
-    assert [len(layer.mlp.gate_up.blocks), len(layer.qkv.blocks)] == [2, 2]
-    sizes = [sum(x.nbytes for x in wholes(m.params)) for m in (model, loaded)]
-    assert sizes[0] == sizes[1]
-    for product in (layer.mlp.gate_up, layer.qkv):
-        start = product.whole.unsafe_buffer_pointer()
-        assert product.blocks[0].unsafe_buffer_pointer() == start  # the same memory
-        offset = product.blocks[1].unsafe_buffer_pointer() - start
-        assert offset == product.blocks[0].nbytes
-    block = types.chain(jnp.array([[1, 2, 3]]))
-    for m in (model, loaded):
-        cache = m.target.init_cache(1, 8, jnp.float32)
-        logits = m.target.score(m.params, cache, block).logits
-        if m is model:
-            expected = logits
-    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
-    again = models.load(models.save(loaded, tmp_path / "b"), dtype="float32")
-    for a, b in zip(*map(jax.tree.leaves, (loaded.params, again.params)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    each = jax.vmap(linear.linear, (0, None))(x, w)
+    np.testing.assert_allclose(each, linear.linear(x, w), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [5, 300])

@@ -359,7 +359,6 @@ import sys
 import jax
 from transformers import AutoTokenizer
 from jspec import models
-from jspec.models.linear import wholes
 
 def status(key):
     lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
@@ -370,7 +369,7 @@ jax.clear_caches()
 open("/proc/self/clear_refs", "w").write("5")  # forgets the old peak
 before = status("VmRSS")
 model = models.load(sys.argv[2])
-weights = sum(x.nbytes for x in wholes(model.params))
+weights = sum(x.nbytes for x in jax.tree.leaves(model.params))
 print(weights, status("VmHWM") - before)
 """
 

@@ -95,13 +95,14 @@ def test_the_fewest_rows_that_hold_the_live_nodes_are_scored(lengths, count):
     target = model.target._replace(score=score)
     shape = types.DraftShape(NODES, NODES - 1, widths=(2,), packs=(2 / 3, 1.5))
     given = dataclasses.replace(block(live), parent=types.chain(PARENT).parent)
-    out = jax.jit(decode.score_live, static_argnums=(0, 4))(
-        target, model.params, cache, given, shape
+    out, first = jax.jit(decode.score_live, static_argnums=(0, 4, 5))(
+        target, model.params, cache, given, shape, lambda logits: logits[:, 0]
     )
     jax.block_until_ready(out)
     jax.effects_barrier()
     assert seen == [count]
     want = model.target.score(model.params, cache, given)
+    np.testing.assert_array_equal(first, out.logits[:, 0])
     np.testing.assert_allclose(
         out.logits[np.asarray(live)],
         want.logits[np.asarray(live)],

@@ -164,7 +164,6 @@ import jax, jax.numpy as jnp
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.gguf import gguf_tokenizer_mapping
 from jspec import models
-from jspec.models.linear import wholes
 
 def status(key):
     lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
@@ -176,7 +175,7 @@ before, start = status("VmRSS"), time.perf_counter()
 model = models.load(sys.argv[1])
 jax.block_until_ready(model.params)
 seconds = time.perf_counter() - start
-weights = sum(x.nbytes for x in wholes(model.params))
+weights = sum(x.nbytes for x in jax.tree.leaves(model.params))
 print((status("VmHWM") - before) / weights, seconds)
 """
 
