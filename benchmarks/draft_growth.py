@@ -2,7 +2,7 @@
 
 Fresh drafters, for time does not depend on what they have learnt: DFlash with two layers
 and EAGLE-3 with one, both over the same draft vocabulary, drafting chains after 100 tokens of
-which one is new. Milliseconds of ``propose`` and ``update``, batch 1, greedy.
+which one is new. Milliseconds of ``propose`` and ``update``, batch 1, greedy: point masses.
 
     python benchmarks/draft_growth.py --gamma 4 7 15
 """
@@ -38,10 +38,12 @@ def drafts(model, gamma: int, vocab: int) -> dict[str, jspec.Draft]:
     own = fresh_dflash(model, taps, ids, mask, key, block=gamma)
     spark = with_markov(own, key, 32)
     head = fresh_eagle3(model, taps, ids, key)
-    chain = eagle.drafter(head.design, growth.chain(gamma), dtype=model.cache_dtype)
+    chain = eagle.drafter(
+        head.design, growth.chain(gamma, dense=False), dtype=model.cache_dtype
+    )
     return {
-        "DFlash": block_draft(block, "dflash", model),
-        "DSpark": block_draft(spark, "dspark", model),
+        "DFlash": block_draft(block, "dflash", model, dense=False),
+        "DSpark": block_draft(spark, "dspark", model, dense=False),
         "EAGLE-3 chain": jspec.Draft(chain, head.weights, "eagle3"),
     }
 
@@ -92,7 +94,7 @@ def main() -> None:
         for gamma in args.gamma
         for name, draft in drafts(model, gamma, args.vocab).items()
     }
-    times = timing.in_turn(loops, 8, args.runs)
+    times = timing.in_turn(loops, 32, args.runs)
     found: dict[str, list[float]] = {}
     for (name, _), time in times.items():
         found.setdefault(name, []).append(time)

@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 
+import jax
 import torch
 import transformers
 from rich.console import Console
@@ -27,7 +28,6 @@ import jspec
 from jspec import drafters, measure
 from jspec.arguments import add_target
 from jspec.compilation import enable_cache
-from jspec.models.linear import wholes
 from jspec.prompts import load_prompts
 from jspec.text import encode
 
@@ -128,7 +128,7 @@ def _speed(run) -> float:
 
 def _report(model, plain, lookup, args) -> None:
     bandwidth = measure.copy_bandwidth()
-    weights = sum(x.nbytes for x in wholes(model.params)) / 1e9
+    weights = sum(x.nbytes for x in jax.tree.leaves(model.params)) / 1e9
     rows = {
         "plain": _line(plain),
         "prompt lookup": _line([p[:2] for p in lookup]),

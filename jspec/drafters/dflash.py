@@ -15,10 +15,11 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from jspec import cache as kv_cache
 from jspec import sampling as smp
-from jspec.cache import KVCache
+from jspec.cache import KV, KVCache
 from jspec.drafters.diffusion import (
     Design,
     Drafts,
@@ -38,6 +39,8 @@ from jspec.types import (
     Law,
     chain,
 )
+
+_FEW = 2  # tokens whose keys and values are made without those of the whole block
 
 
 def independent(
@@ -168,8 +171,19 @@ def inject(
     ``features [B, N, F]`` are those of N tokens in a row, the first of them right after
     the cache; ``path`` picks from them.
     """
-    position = cache.length[:, None] + jnp.arange(features.shape[1])
-    return cache.append(context_kv(design, params, features, position), path, count)
+    rows = features.shape[1]
+    position = cache.length[:, None] + jnp.arange(rows)
+
+    def of_first(n: int) -> KV:
+        kv = context_kv(design, params, features[:, :n], position[:, :n])
+        pads = (0, 0), (0, rows - n), (0, 0), (0, 0)
+        return jax.tree.map(lambda x: jnp.pad(x, pads), kv)
+
+    # Most rounds keep few drafts, however many they propose.
+    few = min(_FEW, rows)
+    fits = jnp.max(jnp.where(jnp.arange(path.shape[1]) < count[:, None], path, 0)) < few
+    kv = lax.cond(fits, lambda: of_first(few), lambda: of_first(rows))
+    return cache.append(kv, path, count)
 
 
 def check_sizes(design: Design, gamma: int, rows: int, needed: int) -> None:

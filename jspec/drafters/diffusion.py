@@ -19,7 +19,7 @@ from jspec.cache import KV, KVCache
 from jspec.drafters.block_conv import Convs, around
 from jspec.drafters.block_reach import by_row, decoding
 from jspec.models import rope
-from jspec.models.config import Config
+from jspec.models.config import Config, Rope
 from jspec.models.linear import linear, looked_up
 from jspec.models.transformer import Layer, mlp, output, project, rms_norm
 from jspec.types import Array
@@ -117,6 +117,7 @@ def context_kv(design: Design, params: Weights, features: Array, position: Array
     """
     config = design.config
     h = rms_norm(linear(features, params.fc), params.context_norm, config)
+    turns = _turns(config, position)
     ks, vs = [], []
     for r, layer in zip(config.ropes, params.layers, strict=True):
         bias = layer.qkv_bias
@@ -127,9 +128,14 @@ def context_kv(design: Design, params: Weights, features: Array, position: Array
         k, v = kv[..., 0, :], kv[..., 1, :]
         if layer.k_norm is not None:
             k = rms_norm(k, layer.k_norm, config)
-        ks.append(rope.rotate(k, rope.turns(r, config.head_dim, position)))
+        ks.append(rope.rotate(k, turns[r]))
         vs.append(v)
     return KV(tuple(ks), tuple(vs))
+
+
+def _turns(config: Config, position: Array) -> dict[Rope, rope.Turns]:
+    """What rotates queries and keys at ``position``, by layers' ropes."""
+    return {r: rope.turns(r, config.head_dim, position) for r in set(config.ropes)}
 
 
 def body(
@@ -139,9 +145,9 @@ def body(
 
     ``attend`` is given, for decoding and training see the context in different places.
     """
-    config = design.config
+    config, turns = design.config, _turns(design.config, position)
     for i, layer in enumerate(params.layers):
-        turn = rope.turns(config.ropes[i], config.head_dim, position)
+        turn = turns[config.ropes[i]]
 
         def attention(h: Array, i: int = i, layer=layer, turn=turn) -> Array:
             q, k, v, gate = project(config, layer, h)
