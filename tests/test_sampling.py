@@ -216,6 +216,17 @@ def test_draft_law_is_the_target_law_of_one_row():
     np.testing.assert_array_equal(smp.draft_law(jnp.asarray(z), o), law.p[:, 0])
 
 
+@pytest.mark.parametrize("temperature", [[0.0, 0.0], [0.0, 0.9]])
+def test_a_draft_is_drawn_from_the_draft_law(temperature):
+    z = jnp.asarray(normal(3, (2, 40)))
+    o = make(2, 40, temperature=temperature, top_k=4)
+    keys = jax.random.split(jax.random.key(5), 2)
+    token, q = jax.jit(smp.draft)(z, keys, o)
+    np.testing.assert_allclose(q, smp.draft_law(z, o), rtol=1e-6)
+    u = jax.vmap(jax.random.uniform)(keys)
+    np.testing.assert_array_equal(token, jax.vmap(smp.draw)(u, q))
+
+
 def test_padding_of_the_vocabulary_never_wins():
     z = normal(0, (1, 2, 16))
     z[..., 12:] = 100.0
