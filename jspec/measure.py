@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jspec import decode, theory, timing
+from jspec import decode, scoring, theory, timing
 from jspec import sampling as smp
 from jspec.drafters.draft import Draft
 from jspec.models import Model
@@ -308,7 +308,7 @@ def _propose(drafter: Drafter, params, state: State):
 def _judge(target: Target, drafter: Drafter, rule: Rule, params, state: State, block):
     """Score, law, noise and rule of a round: verdict and scores."""
     _, key = smp.row_keys(state.sampling, state.round)
-    out, verdict, _ = decode.judged(
+    out, verdict, _ = scoring.judged(
         params, state, block, key, target=target, drafter=drafter, rule=rule
     )
     return verdict, out

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import decode, types
+from jspec import scoring, types
 from jspec.models.config import Latent
 from jspec.testing import tiny
 
@@ -95,7 +95,7 @@ def test_the_fewest_rows_that_hold_the_live_nodes_are_scored(lengths, count):
     target = model.target._replace(score=score)
     shape = types.DraftShape(NODES, NODES - 1, widths=(2,), packs=(2 / 3, 1.5))
     given = dataclasses.replace(block(live), parent=types.chain(PARENT).parent)
-    out, first = jax.jit(decode.score_live, static_argnums=(0, 4, 5))(
+    out, first = jax.jit(scoring.score_live, static_argnums=(0, 4, 5))(
         target, model.params, cache, given, shape, lambda logits: logits[:, 0]
     )
     jax.block_until_ready(out)
