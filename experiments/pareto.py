@@ -67,7 +67,8 @@ def methods(
     yield name, draft, False
     yield f"{name}, adaptive", draft, True
     if draft is not None and draft.drafter.shape.dense and args.temperature:
-        yield f"{name}, scheduled", schedule_here(draft, model, batch), False
+        scheduled = schedule_here(draft, model, batch, temperature=args.temperature)
+        yield f"{name}, scheduled", scheduled, False
 
 
 def release_when_freed(least: int = 1 << 20) -> None:

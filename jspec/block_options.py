@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jspec import bench
 from jspec.drafters import load_drafter
 from jspec.models import Model
-from jspec.serve.scheduler import schedule_here
+from jspec.serve.scheduler import first, schedule, schedule_here
 from jspec.tree_options import find_head, head_parser
 
 
@@ -42,7 +42,7 @@ def add_block_arguments(
         "--schedule",
         action="store_true",
         help="also a method whose blocks are cut where the batch has no use for the rest, "
-        "by costs measured first",
+        "by costs measured first, and one that verifies a single draft of each",
     )
     add("--rows", type=int, metavar="N", help="rows of the block that are computed")
     add(
@@ -72,9 +72,16 @@ def block_methods(model: Model, args: argparse.Namespace) -> Sequence[bench.Meth
             methods.append(bench.Method(name, draft, rule))
         if args.schedule:
             draft = load_drafter(folder, model, gamma=gamma, **options)
-            draft = schedule_here(draft, model, args.batch)
-            name = f"{folder.name} {draft.drafter.shape.depth} scheduled"
-            methods.append(bench.Method(name, draft, rule))
+            best = schedule_here(draft, model, args.batch, temperature=args.temperature)
+            one = schedule(
+                draft,
+                best.params.table,
+                policy=first(1),
+                packs=best.drafter.shape.packs,
+            )
+            name = f"{folder.name} {draft.drafter.shape.depth}"
+            methods.append(bench.Method(f"{name} scheduled", best, rule))
+            methods.append(bench.Method(f"{name} verify one", one, rule))
     return methods[:2] if args.smoke else methods
 
 

@@ -1,6 +1,6 @@
-"""What a target forward costs over its number of rows: measured, predicted, stored.
+"""What a round costs over its number of target rows: measured, predicted, stored.
 
-The scheduler asks one question of a device: how long does a forward over B rows take, all
+The scheduler asks one question of a device: how long does a step over B rows take, all
 requests together? (DSpark calls its inverse SPS(B), steps a second.)
 """
 
@@ -16,13 +16,14 @@ import numpy as np
 from flax import struct
 
 from jspec import checks, measure, record, roofline
+from jspec.drafters.draft import Draft
 from jspec.models import Model
 from jspec.types import Array
 
 
 @struct.dataclass
 class CostTable:
-    """Seconds of a forward at some numbers of rows.
+    """Seconds of a step at some numbers of rows: a forward, or a whole round.
 
     Attributes:
       rows: ``[n]`` float32, ascending.
@@ -97,6 +98,37 @@ def measured(
         model, sorted(set(widths)), context=context, batch=batch, runs=runs
     )
     return {batch * width: 1e-3 * ms for width, ms in found.items()}
+
+
+def of_rounds(
+    model: Model,
+    draft: Draft,
+    *,
+    batch: int = 1,
+    widths: Sequence[int] = (1, 2, 4, 8),
+    context: int = 64,
+    runs: int = 5,
+    **options: Any,
+) -> dict[int, float]:
+    """Seconds of a whole round on this device that scores ``batch * width`` rows.
+
+    Unlike ``measured`` this counts what a round has besides the forward: its drafts, which
+    cost the same however few of them are verified, and the law and the rule of every row.
+
+    Args:
+      model: the target.  draft: proposes chains.
+      batch, runs: as for ``measured``.  context: tokens of every prompt.
+      widths: rows of each sequence; the block's own is measured too.
+      options: sampling options.
+    """
+    shape = draft.drafter.shape
+    inside = tuple(w for w in sorted(set(widths)) if w < shape.nodes)
+    drafter = draft.drafter._replace(shape=shape._replace(widths=inside))
+    prompts = [[1] * context] * batch
+    found = measure.terms(
+        model, draft._replace(drafter=drafter), prompts, runs=runs, **options
+    )
+    return {batch * width.nodes: 1e-3 * width.round for width in found.widths}
 
 
 def predicted(

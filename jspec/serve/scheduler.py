@@ -2,7 +2,7 @@
 
 R requests have G drafts each, and ``a[r, j]`` estimates that the first j drafts of request
 r are all accepted. Verifying ``l_r`` drafts of every request emits
-``tau = sum_r (1 + sum_{j <= l_r} a[r, j])`` tokens in the time of a forward over
+``tau = sum_r (1 + sum_{j <= l_r} a[r, j])`` tokens in the time of a step over
 ``B = sum_r (1 + l_r)`` rows. Policies choose ``l`` to make ``tau / seconds(B)`` large.
 
 A schedule keeps the target's law only if it does not anticipate: whether draft j of a
@@ -87,6 +87,17 @@ def columns(now: Array, stale: Array, active: Array, table: CostTable) -> Array:
     tau = jnp.sum(active) + jnp.append(0.0, jnp.cumsum(gain))
     rate = tau / table.at(requests * (1.0 + jnp.arange(gamma + 1)))
     return jnp.where(active, _climb(rate), 0)
+
+
+@functools.cache
+def first(count: int) -> Policy:
+    """The first ``count`` drafts of every request: what a schedule has to be better than."""
+
+    def policy(now: Array, stale: Array, active: Array, table: CostTable) -> Array:
+        del stale, table
+        return jnp.where(active, min(count, now.shape[1]), 0)
+
+    return policy
 
 
 def capacity(survival: Array, active: Array, table: CostTable) -> Array:
@@ -294,19 +305,22 @@ def schedule_here(
     model: Model,
     batch: int,
     *,
-    context: int = 256,
+    context: int = 64,
     packs: tuple[float, ...] = PACKS,
-    **options,
+    **options: Any,
 ) -> Draft:
-    """``schedule`` for batches of a size on this device, whose costs are measured now.
+    """``schedule`` for batches of a size on this device, whose rounds are measured now.
 
     Args:
       draft: proposes chains.  model: the target.
       batch: sequences decoded together.  context: tokens in every cache, for the costs.
-      packs, options: of ``schedule``.
+      packs: of ``schedule``.
+      options: sampling options, for the costs.
     """
     nodes = draft.drafter.shape.nodes
-    widths = sorted({1, 2, max(nodes // 2, 3), max(nodes, 4)})
-    found = costs.measured(model, batch=batch, widths=widths, context=context)
+    widths = sorted({1, 2, max(nodes // 2, 3)})
+    found = costs.of_rounds(
+        model, draft, batch=batch, widths=widths, context=context, **options
+    )
     packs = tuple(p for p in packs if p < nodes)
-    return schedule(draft, costs.table(found), packs=packs, **options)
+    return schedule(draft, costs.table(found), packs=packs)

@@ -48,8 +48,8 @@ def rows(corpus: Corpus, length: int, seed: int = 0) -> Rows:
 
     A document is never split over rows, so that every token has its whole context: it
     goes to the row with the least room that still holds it, long documents first, and
-    the rest of a document that is longer than a row is cut off. Equal arguments give
-    equal rows.
+    the rest of a document that is longer than a row is cut off. The rows are shuffled,
+    so that the first of them are a fair sample. Equal arguments give equal rows.
 
     Raises:
       ValueError: ``length < 2``, or no document has an answer within ``length``.
@@ -77,7 +77,7 @@ def rows(corpus: Corpus, length: int, seed: int = 0) -> Rows:
             packed.append([])
         packed[row].append(doc)
         room[row] -= size
-    return _arrays(packed, length)
+    return _arrays([packed[i] for i in rng.permutation(len(packed))], length)
 
 
 def _arrays(packed: list[list], length: int) -> Rows:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jspec
 from jspec import roofline
 from jspec.serve import costs
 from jspec.testing import tiny
@@ -60,6 +61,14 @@ def test_a_device_is_measured():
         costs.measured(model, widths=(2, 2))
     with pytest.raises(ValueError, match="context is 600"):
         costs.measured(model, context=600)
+
+
+def test_rounds_are_measured_with_their_drafts():
+    model = tiny.model(layers=1)
+    draft = jspec.load_drafter(tiny.model(seed=1), model, gamma=3)
+    options = dict(batch=2, context=20, runs=1, temperature=0.8)
+    found = costs.of_rounds(model, draft, widths=(1, 2, 9), **options)
+    assert sorted(found) == [2, 4, 8] and min(found.values()) > 0
 
 
 def test_an_absent_chip_is_predicted():

@@ -14,7 +14,12 @@ from jspec.serve import costs, scheduler
 from jspec.testing import Scheme, branching, emitted_laws, random_law, tiny
 from jspec.train.block_starts import fresh_dflash, with_markov
 
-POLICIES = [scheduler.early_stop, scheduler.stale_capacity, scheduler.columns]
+POLICIES = [
+    scheduler.early_stop,
+    scheduler.stale_capacity,
+    scheduler.columns,
+    scheduler.first(1),
+]
 LINEAR = costs.table({1: 1.0, 64: 4.0})
 
 

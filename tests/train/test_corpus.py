@@ -212,6 +212,16 @@ def test_rows_are_a_function_of_the_seed(corpus):
     assert one.shape != other.shape or (one != other).any()
 
 
+def test_the_first_rows_are_no_longer_than_the_others(corpus):
+    sizes = [60] * 20 + [40] * 20
+    documents = [
+        corpora.Document(np.ones(n, np.int32), np.ones(n, bool)) for n in sizes
+    ]
+    packed = corpora.rows(corpus._replace(documents=documents), 64)
+    long = np.sum(packed.document >= 0, 1) == 60
+    assert len(packed) == 40 and 5 <= long[:20].sum() <= 15
+
+
 def test_rows_without_answers_are_refused(corpus):
     with pytest.raises(ValueError, match="answer within its first 30 tokens"):
         corpora.rows(corpus, 30)
