@@ -91,7 +91,12 @@ def columns(now: Array, stale: Array, active: Array, table: CostTable) -> Array:
 
 @functools.cache
 def first(count: int) -> Policy:
-    """The first ``count`` drafts of every request: what a schedule has to be better than."""
+    """The first ``count`` drafts of every request: what a schedule has to be better than.
+
+    Raises:
+      ValueError: ``count`` below 0.
+    """
+    checks.count("count", count, 0)
 
     def policy(now: Array, stale: Array, active: Array, table: CostTable) -> Array:
         del stale, table

@@ -81,6 +81,11 @@ def test_drafts_without_a_chance_and_ended_requests_get_no_rows():
         assert out[0] == 0 and out[1] >= 1
 
 
+def test_a_negative_number_of_drafts_is_refused():
+    with pytest.raises(ValueError, match="count"):
+        scheduler.first(-1)
+
+
 def test_survival_never_rises():
     chance = jax.random.uniform(jax.random.key(0), (64, 16), minval=0.999)
     chance = jnp.where(chance > 0.9998, 1.0, chance)
